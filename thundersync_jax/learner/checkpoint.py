@@ -1,0 +1,112 @@
+"""Checkpoints through Orbax: train state and the host numbers that go with it, the last few and the best.
+
+Saves are synchronous: the arrays are donated to the next update, and a save that fails must stop the run here, not be
+noticed later. Orbax writes to a temporary directory and renames, so a killed save leaves no checkpoint at all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from orbax.checkpoint.checkpoint_managers import preservation_policy
+
+from thundersync_jax.learner.train_state import TrainState
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be read or written: which, why, and what to do."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunPosition:
+    """Host numbers of a checkpoint, besides the train state.
+
+    Attributes:
+      num_steps: train steps that are complete, empty ones included.
+      task_position: tasks consumed from the training split.
+      num_empty_steps: empty steps in a row up to here.
+    """
+
+    num_steps: int = 0
+    task_position: int = 0
+    num_empty_steps: int = 0
+
+
+class Checkpointer:
+    """Owns one directory of checkpoints, named by the number of complete steps."""
+
+    def __init__(self, directory: Path, *, keep_last: int) -> None:
+        self._directory = directory.absolute()
+        policy = preservation_policy.AnyPreservationPolicy(
+            [
+                preservation_policy.LatestN(keep_last),
+                preservation_policy.BestN(get_metric_fn=lambda metrics: metrics["reward"], n=1),
+            ]
+        )
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=policy, enable_async_checkpointing=False
+        )
+        self._manager = ocp.CheckpointManager(self._directory, options=options)
+
+    def latest(self) -> int | None:
+        """Number of steps of the newest checkpoint, or None."""
+        return self._manager.latest_step()
+
+    def steps(self) -> list[int]:
+        return sorted(self._manager.all_steps())
+
+    def save(self, state: TrainState, position: RunPosition, *, reward: float) -> None:
+        """Saves after `position.num_steps` steps; `reward` ranks it for the best one kept."""
+        meta = dataclasses.asdict(position) | {
+            "policy_version": state.policy_version,
+            "reward_center": state.reward_center,
+        }
+        args = ocp.args.Composite(
+            state=ocp.args.StandardSave({"params": state.params, "opt_state": state.opt_state}),
+            meta=ocp.args.JsonSave(meta),
+        )
+        if not self._manager.save(position.num_steps, args=args, metrics={"reward": reward}):
+            raise CheckpointError(
+                f"the checkpoint of step {position.num_steps} in {self._directory} was not written: "
+                f"checkpoints {self.steps()} exist already"
+            )
+
+    def restore(self, like: TrainState, num_steps: int) -> tuple[TrainState, RunPosition]:
+        """Reads the checkpoint of `num_steps` into the shapes and shardings of `like`.
+
+        Raises:
+          CheckpointError: it is damaged or belongs to another model; nothing was changed.
+        """
+        target = jax.tree.map(
+            ocp.utils.to_shape_dtype_struct, {"params": like.params, "opt_state": like.opt_state}
+        )
+        args = ocp.args.Composite(
+            state=ocp.args.StandardRestore(target), meta=ocp.args.JsonRestore()
+        )
+        try:
+            restored = self._manager.restore(num_steps, args=args)
+            meta: dict[str, Any] = dict(restored.meta)
+            state = TrainState(
+                params=restored.state["params"],
+                opt_state=restored.state["opt_state"],
+                policy_version=meta.pop("policy_version"),
+                reward_center=meta.pop("reward_center"),
+            )
+            return state, RunPosition(**meta)
+        except (
+            Exception
+        ) as error:  # Orbax and its storage raise many types for one cause: bad files
+            others = [step for step in self.steps() if step != num_steps]
+            raise CheckpointError(
+                f"the checkpoint of step {num_steps} in {self._directory / str(num_steps)} cannot be read "
+                f"({type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else 'no message'}). "
+                f"Other checkpoints: {others or 'none'}. Move that directory away to resume from the newest "
+                "other one, or use an empty work directory to begin again"
+            ) from error
+
+    def close(self) -> None:
+        self._manager.close()

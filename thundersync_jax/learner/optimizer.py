@@ -1,0 +1,37 @@
+"""The optax chain: one clip by global norm, AdamW, one schedule. Norm and clip see the whole, normalised gradient."""
+
+from __future__ import annotations
+
+import optax
+
+from thundersync_jax.config import OptimizerSection
+
+
+def learning_rate_schedule(config: OptimizerSection) -> optax.Schedule:
+    """Learning rate by number of *applied* updates: an empty step does not advance it."""
+    peak, warmup = config.learning_rate, config.warmup_steps
+    if config.schedule == "cosine":
+        return optax.warmup_cosine_decay_schedule(
+            init_value=0.0 if warmup else peak,
+            peak_value=peak,
+            warmup_steps=warmup,
+            decay_steps=config.decay_steps,
+        )
+    if warmup:
+        # The first update already moves: step i of the warm-up has rate peak * (i + 1) / (warmup + 1).
+        return optax.linear_schedule(peak / (warmup + 1), peak, warmup)
+    return optax.constant_schedule(peak)
+
+
+def make_optimizer(config: OptimizerSection) -> optax.GradientTransformation:
+    """Descends: its input is the negated ascent direction."""
+    return optax.chain(
+        optax.clip_by_global_norm(config.clip_norm),
+        optax.adamw(
+            learning_rate_schedule(config),
+            b1=config.b1,
+            b2=config.b2,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+        ),
+    )

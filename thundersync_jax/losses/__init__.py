@@ -1,0 +1,1 @@
+"""Pure mathematics of the objectives: no device placement, no files, no state."""

@@ -1,0 +1,218 @@
+"""Records that cross every boundary of the system: tasks, turns, tokens, trajectories.
+
+Invariants:
+  * Token ids, action mask, log-probabilities and policy versions of a trajectory have one length; they are
+    appended together by `TrajectoryBuilder` and checked again whenever a `TrajectoryTokens` is made.
+  * Action tokens are exactly the tokens the policy sampled. Everything else (tool output, template text) is an
+    observation: mask False, log-probability 0, version `OBSERVATION_VERSION`.
+  * A trajectory ends in exactly one of a finite reward or a failure. A failure has no reward: it is never a zero.
+
+This module imports numpy only, so that environments, sandboxes and the coordinator start without jax.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+OBSERVATION_VERSION = -1
+
+
+class TrajectoryError(ValueError):
+    """A trajectory, reward or token record that breaks an invariant of this module."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, order=True)
+class TrajectoryKey:
+    """Names one attempt of one run: train step, group within the step, index within the group."""
+
+    step: int
+    group: int
+    index: int
+
+    def __str__(self) -> str:
+        return f"step {self.step} group {self.group} index {self.index}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Task:
+    """One problem of a data set.
+
+    Attributes:
+      task_id: unique within its split.
+      instruction: what the agent is asked to do.
+      files: path -> content of the files that the agent's sandbox starts with.
+      metadata: what the grader needs; JSON values only.
+    """
+
+    task_id: str
+    instruction: str
+    files: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ToolCall:
+    """A parsed request of the policy: `name` is the tool, `arguments` its words in order."""
+
+    name: str
+    arguments: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrajectoryTokens:
+    """The tokens of one trajectory after its prompt.
+
+    Attributes:
+      token_ids: int32 [T].
+      action_mask: bool [T]; True where the policy sampled the token.
+      behavior_logprobs: float32 [T]; log-probability under the distribution that sampled the token, 0 elsewhere.
+      policy_versions: int32 [T]; version of the weights that sampled the token, OBSERVATION_VERSION elsewhere.
+    """
+
+    token_ids: np.ndarray
+    action_mask: np.ndarray
+    behavior_logprobs: np.ndarray
+    policy_versions: np.ndarray
+
+    def __post_init__(self) -> None:
+        for name, dtype in (
+            ("token_ids", np.int32),
+            ("action_mask", np.bool_),
+            ("behavior_logprobs", np.float32),
+            ("policy_versions", np.int32),
+        ):
+            object.__setattr__(self, name, np.asarray(getattr(self, name), dtype))
+        lengths = {f.name: getattr(self, f.name).shape for f in dataclasses.fields(self)}
+        if self.token_ids.ndim != 1 or len(set(lengths.values())) != 1:
+            raise TrajectoryError(f"token arrays must be [T] of one length, got shapes {lengths}")
+        sampled = self.behavior_logprobs[self.action_mask]
+        if not np.all(np.isfinite(sampled)) or np.any(sampled > 1e-3):
+            raise TrajectoryError(
+                "behavior_logprobs of action tokens must be finite and at most 0, got "
+                f"{sampled[~np.isfinite(sampled) | (sampled > 1e-3)][:4].tolist()}; the engine reports one per sampled token"
+            )
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.token_ids.shape[0])
+
+    @property
+    def num_action_tokens(self) -> int:
+        return int(np.count_nonzero(self.action_mask))
+
+
+class TrajectoryBuilder:
+    """Appends ids, mask, log-probabilities and versions together, so that they cannot drift apart."""
+
+    def __init__(self) -> None:
+        self._token_ids: list[int] = []
+        self._action_mask: list[bool] = []
+        self._behavior_logprobs: list[float] = []
+        self._policy_versions: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._token_ids)
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return tuple(self._token_ids)
+
+    def append_action(
+        self, token_ids: Sequence[int], logprobs: Sequence[float], policy_versions: Sequence[int]
+    ) -> None:
+        """Appends sampled tokens with what the sampler said of them; all three have one length."""
+        if not len(token_ids) == len(logprobs) == len(policy_versions):
+            raise TrajectoryError(
+                "an action needs one log-probability and one version per token, got "
+                f"{len(token_ids)} ids, {len(logprobs)} log-probabilities, {len(policy_versions)} versions"
+            )
+        self._token_ids.extend(token_ids)
+        self._action_mask.extend([True] * len(token_ids))
+        self._behavior_logprobs.extend(logprobs)
+        self._policy_versions.extend(policy_versions)
+
+    def append_observation(self, token_ids: Sequence[int]) -> None:
+        """Appends tokens that the policy did not sample."""
+        self._token_ids.extend(token_ids)
+        self._action_mask.extend([False] * len(token_ids))
+        self._behavior_logprobs.extend([0.0] * len(token_ids))
+        self._policy_versions.extend([OBSERVATION_VERSION] * len(token_ids))
+
+    def build(self) -> TrajectoryTokens:
+        return TrajectoryTokens(
+            token_ids=np.asarray(self._token_ids, np.int32),
+            action_mask=np.asarray(self._action_mask, np.bool_),
+            behavior_logprobs=np.asarray(self._behavior_logprobs, np.float32),
+            policy_versions=np.asarray(self._policy_versions, np.int32),
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Turn:
+    """One policy emission and the observation it caused.
+
+    Attributes:
+      num_action_tokens: tokens sampled in this turn.
+      action_text: their text, for people and parsers; never encoded again.
+      observation_text: what the environment answered.
+      started_s, sampled_s, ended_s: seconds since the run's clock began: request, last token, observation.
+      slot: the serving row that sampled the turn.
+    """
+
+    num_action_tokens: int
+    action_text: str
+    observation_text: str
+    started_s: float
+    sampled_s: float
+    ended_s: float
+    slot: int = -1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rollout:
+    """The content of one trajectory, final, before its verdict.
+
+    Attributes:
+      stop_reason: why the agent stopped: "done", "max_turns", "max_tokens", "context" or "stop".
+    """
+
+    key: TrajectoryKey
+    task_id: str
+    prompt_ids: tuple[int, ...]
+    tokens: TrajectoryTokens
+    turns: tuple[Turn, ...]
+    stop_reason: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """The one terminal event of a trajectory: a finite reward, or the reason why there is none."""
+
+    reward: float | None = None
+    failure: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.reward is None) == (self.failure is None):
+            raise TrajectoryError(
+                f"a verdict is a reward or a failure, got reward={self.reward!r} and failure={self.failure!r}"
+            )
+        if self.reward is not None:
+            check_reward(self.reward)
+
+
+def check_reward(reward: float) -> float:
+    """Returns `reward` as a float; raises TrajectoryError unless it is a finite number."""
+    if isinstance(reward, bool) or not isinstance(reward, (int, float, np.integer, np.floating)):
+        raise TrajectoryError(
+            f"a reward must be a finite number, got {reward!r} of type {type(reward).__name__}"
+        )
+    if not math.isfinite(reward):
+        raise TrajectoryError(
+            f"a reward must be finite, got {reward!r}: report a broken attempt as a failure, not as a number"
+        )
+    return float(reward)

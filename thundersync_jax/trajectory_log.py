@@ -1,0 +1,117 @@
+"""`trajectories/step_NNNNNN.jsonl`: every trajectory of a step, one a line, whole or not at all.
+
+The file of a step is written after its last verdict and before its update. Its presence is the step's commit point: a
+resumed run replays the steps that have a file and are newer than the checkpoint (gradients, no rollouts), and rolls out
+everything later again. So every logged trajectory is trained on exactly once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from thundersync_jax.metrics import read_jsonl, write_jsonl_atomically
+from thundersync_jax.trajectory import Rollout, TrajectoryKey, TrajectoryTokens, Turn, Verdict
+
+
+class TrajectoryLogError(ValueError):
+    """A file of trajectories that cannot be read: which, why, and what to do."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoggedTrajectory:
+    """One line of the file.
+
+    Attributes:
+      rollout: None when the attempt failed before its content was final.
+      dispatched_s, content_s, terminal_s: seconds on the run's clock; None for what did not happen.
+    """
+
+    key: TrajectoryKey
+    task_id: str
+    prompt_ids: tuple[int, ...]
+    rollout: Rollout | None
+    verdict: Verdict
+    dispatched_s: float | None
+    content_s: float | None
+    terminal_s: float
+
+
+def step_path(directory: Path, step: int) -> Path:
+    return directory / f"step_{step:06d}.jsonl"
+
+
+def write_step(directory: Path, step: int, trajectories: Sequence[LoggedTrajectory]) -> None:
+    """Commits the step. All of the file appears at once."""
+    directory.mkdir(parents=True, exist_ok=True)
+    write_jsonl_atomically(step_path(directory, step), [_to_json(t) for t in trajectories])
+
+
+def read_step(directory: Path, step: int) -> list[LoggedTrajectory]:
+    """The trajectories of a committed step, in the order of their keys; raises TrajectoryLogError."""
+    path = step_path(directory, step)
+    if not path.exists():
+        raise TrajectoryLogError(f"{path} does not exist: step {step} was not committed")
+    try:
+        trajectories = [_from_json(line) for line in read_jsonl(path)]
+    except (KeyError, TypeError, ValueError) as error:
+        raise TrajectoryLogError(
+            f"{path} is not a file of trajectories ({type(error).__name__}: {error}); move it away to roll "
+            "the step out again"
+        ) from error
+    return sorted(trajectories, key=lambda t: t.key)
+
+
+def _to_json(t: LoggedTrajectory) -> dict[str, Any]:
+    rollout = t.rollout
+    tokens = rollout.tokens if rollout else None
+    return {
+        **dataclasses.asdict(t.key),
+        "task_id": t.task_id,
+        "reward": t.verdict.reward,
+        "failure": t.verdict.failure,
+        "stop_reason": rollout.stop_reason if rollout else None,
+        "prompt_ids": list(t.prompt_ids),
+        "token_ids": tokens.token_ids if tokens else None,
+        "action_mask": tokens.action_mask.astype(int) if tokens else None,
+        "behavior_logprobs": tokens.behavior_logprobs.astype(float) if tokens else None,
+        "policy_versions": tokens.policy_versions if tokens else None,
+        "turns": [dataclasses.asdict(turn) for turn in rollout.turns] if rollout else [],
+        "dispatched_s": t.dispatched_s,
+        "content_s": t.content_s,
+        "terminal_s": t.terminal_s,
+    }
+
+
+def _from_json(line: dict[str, Any]) -> LoggedTrajectory:
+    key = TrajectoryKey(step=line["step"], group=line["group"], index=line["index"])
+    prompt_ids = tuple(line["prompt_ids"])
+    rollout = None
+    if line["token_ids"] is not None:
+        rollout = Rollout(
+            key=key,
+            task_id=line["task_id"],
+            prompt_ids=prompt_ids,
+            tokens=TrajectoryTokens(
+                token_ids=np.asarray(line["token_ids"], np.int32),
+                action_mask=np.asarray(line["action_mask"], np.bool_),
+                behavior_logprobs=np.asarray(line["behavior_logprobs"], np.float32),
+                policy_versions=np.asarray(line["policy_versions"], np.int32),
+            ),
+            turns=tuple(Turn(**turn) for turn in line["turns"]),
+            stop_reason=line["stop_reason"],
+        )
+    return LoggedTrajectory(
+        key=key,
+        task_id=line["task_id"],
+        prompt_ids=prompt_ids,
+        rollout=rollout,
+        verdict=Verdict(reward=line["reward"], failure=line["failure"]),
+        dispatched_s=line["dispatched_s"],
+        content_s=line["content_s"],
+        terminal_s=line["terminal_s"],
+    )

@@ -1,0 +1,24 @@
+"""`PolicyClient`: how a rollout asks for tokens, whatever serves them."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from thundersync_jax.trajectory import TrajectoryKey
+from thundersync_jax.transport.messages import SampleRequest, SampleResult
+
+
+class ServingError(RuntimeError):
+    """A request that could not be served: the reason, and which session it was. Other sessions go on."""
+
+
+class PolicyClient(Protocol):
+    """Samples turns. Implementations are used from one asyncio loop and never block it."""
+
+    async def sample(self, request: SampleRequest) -> SampleResult:
+        """Samples one turn; cancelling the call frees the slot. Raises ServingError."""
+        ...
+
+    async def release(self, session: TrajectoryKey) -> None:
+        """Frees the session's row. Unknown sessions are ignored: a trajectory may fail before its first turn."""
+        ...

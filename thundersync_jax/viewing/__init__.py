@@ -1,0 +1,1 @@
+"""What people look at: progress while a run goes, and its timeline afterwards."""

@@ -1,0 +1,91 @@
+"""The work directory of a run: what is in it, and whether it may be resumed.
+
+    config.json         the resolved configuration, with versions
+    metrics.jsonl       a line a train step
+    evaluation.jsonl    a line an evaluation, on its own axis
+    events.jsonl        the coordinator's journal
+    trajectories/       step_NNNNNN.jsonl
+    timeline.json       Chrome trace of the last steps
+    checkpoints/        the newest and the best
+    compile_cache/      compiled programs
+    profile/            jax.profiler traces
+
+The same directory resumes. A key that is not marked `resume_mutable` in config.py may not differ.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+from pathlib import Path
+from typing import Any
+
+import thundersync_jax
+from thundersync_jax.config import ConfigError, RunConfig, resume_differences, to_dict
+from thundersync_jax.metrics import write_atomically
+
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "google-jetstream", "numpy")
+
+
+class WorkDirectory:
+    """Paths of one run."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root.absolute()
+        self.config = self.root / "config.json"
+        self.metrics = self.root / "metrics.jsonl"
+        self.evaluation = self.root / "evaluation.jsonl"
+        self.events = self.root / "events.jsonl"
+        self.trajectories = self.root / "trajectories"
+        self.timeline = self.root / "timeline.json"
+        self.checkpoints = self.root / "checkpoints"
+        self.compile_cache = self.root / "compile_cache"
+        self.profile = self.root / "profile"
+        self.data = self.root / "data"
+
+    def open(self, config: RunConfig) -> None:
+        """Creates the directory, or checks that it belongs to this configuration.
+
+        Raises:
+          ConfigError: it is a file, or it holds another configuration; nothing was written.
+        """
+        if self.root.exists() and not self.root.is_dir():
+            raise ConfigError(
+                f"--workdir={self.root} is a file: give a directory, new or of this run"
+            )
+        if self.config.exists():
+            self._check_same(config)
+        self.root.mkdir(parents=True, exist_ok=True)
+        write_atomically(self.config, json.dumps(describe(config), indent=2) + "\n")
+
+    def _check_same(self, config: RunConfig) -> None:
+        try:
+            saved = json.loads(self.config.read_text(encoding="utf-8"))["config"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{self.config} cannot be read ({type(error).__name__}: {error}): restore it, or use a new --workdir"
+            ) from error
+        differences = resume_differences(saved, config)
+        if differences:
+            raise ConfigError(
+                f"--workdir={self.root} holds a run of another configuration: "
+                + "; ".join(differences[:8])
+                + ". Use a new --workdir, or the saved values"
+            )
+
+
+def describe(config: RunConfig) -> dict[str, Any]:
+    """The content of config.json."""
+    return {"config": to_dict(config), "versions": versions()}
+
+
+def versions() -> dict[str, str]:
+    """Versions of this package, Python and what the results depend on."""
+    found = {"thundersync_jax": thundersync_jax.__version__, "python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found
