@@ -1,4 +1,4 @@
-"""Random batches for learner tests: unequal lengths, failures, groups of equal reward; and their reference gradient."""
+"""A small learner for tests; the batches and orders are those of `benchmark exactness`."""
 
 from __future__ import annotations
 
@@ -8,75 +8,45 @@ from typing import Any
 import jax
 import numpy as np
 
+from thundersync_jax.benchmarks.arrivals import (
+    VOCAB_SIZE,
+    Case,
+    enqueue,
+    random_batch,
+    random_tokens,
+    reference,
+    rel_l2,
+    run_events,
+)
 from thundersync_jax.config import LearnerSection, OptimizerSection
-from thundersync_jax.learner.buckets import make_example
 from thundersync_jax.learner.learner import Learner
-from thundersync_jax.learner.reference import reference_gradient
-from thundersync_jax.learner.streaming import ScoreSettings
-from thundersync_jax.losses.advantages import group_moments
 from thundersync_jax.model.presets import TransformerConfig, preset
 from thundersync_jax.model.transformer import init_params
-from thundersync_jax.trajectory import TrajectoryBuilder, TrajectoryTokens
 
-VOCAB = 13
+__all__ = [
+    "Case",
+    "copy_state",
+    "enqueue",
+    "init_params",
+    "make_learner",
+    "random_batch",
+    "random_tokens",
+    "reference",
+    "rel_l2",
+    "run_events",
+    "tiny",
+]
 
 
 def tiny(dtype: str = "float32") -> TransformerConfig:
     """A one-layer model: the learner's arithmetic does not depend on depth."""
     return dataclasses.replace(
-        preset("tiny", vocab_size=VOCAB, dtype=dtype),
+        preset("tiny", vocab_size=VOCAB_SIZE, dtype=dtype),
         num_layers=2,
         embed_dim=32,
         mlp_dim=64,
         head_dim=8,
     )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Case:
-    """One group: its prompt, trajectories, and a reward or None (failed) for each."""
-
-    prompt: tuple[int, ...]
-    trajectories: tuple[TrajectoryTokens, ...]
-    rewards: tuple[float | None, ...]
-
-
-def random_tokens(rng: np.random.Generator, num_turns: int) -> TrajectoryTokens:
-    builder = TrajectoryBuilder()
-    for _ in range(num_turns):
-        count = int(rng.integers(1, 4))
-        builder.append_action(
-            rng.integers(0, VOCAB, count).tolist(),
-            (-rng.uniform(1, 3, count)).tolist(),
-            [0] * count,
-        )
-        builder.append_observation(rng.integers(0, VOCAB, int(rng.integers(1, 3))).tolist())
-    return builder.build()
-
-
-def random_batch(seed: int, *, num_groups: int = 4, size: int = 5) -> list[Case]:
-    """Groups of every kind: mixed rewards, one with failures, one of equal rewards, one all failed."""
-    rng = np.random.default_rng(seed)
-    cases = []
-    for group in range(num_groups):
-        rewards: list[float | None] = rng.normal(1.0, 1.0, size).round(3).tolist()
-        if group % 4 == 1:
-            rewards[0] = None
-            rewards[-1] = None
-        if group % 4 == 2:
-            rewards = [0.7] * size
-        if group % 4 == 3:
-            rewards = [None] * size
-        cases.append(
-            Case(
-                prompt=tuple(rng.integers(0, VOCAB, int(rng.integers(1, 5))).tolist()),
-                trajectories=tuple(
-                    random_tokens(rng, int(rng.integers(1, 7))) for _ in range(size)
-                ),
-                rewards=tuple(rewards),
-            )
-        )
-    return cases
 
 
 def make_learner(
@@ -90,71 +60,7 @@ def make_learner(
     return Learner(config, optimizer or OptimizerSection(), model, init_params(model, seed))
 
 
-def enqueue(learner: Learner, cases: list[Case]) -> None:
-    """Everything at once, in order: what barrier mode sees."""
-    for number, case in enumerate(cases):
-        group = learner.open_group(f"task-{number}", case.prompt, len(case.rewards))
-        for index, (tokens, reward) in enumerate(zip(case.trajectories, case.rewards, strict=True)):
-            if reward is None:
-                learner.set_failed(group, index, "sandbox died")
-            else:
-                learner.add_trajectory(group, index, tokens)
-                learner.set_reward(group, index, reward)
-
-
 def copy_state(learner: Learner) -> list[np.ndarray]:
     """Every array of the train state, copied before an update donates it."""
     leaves = jax.tree.leaves((learner.state.params, learner.state.opt_state))
     return [np.array(leaf, copy=True) for leaf in leaves]
-
-
-def run_events(learner: Learner, cases: list[Case], rng: np.random.Generator) -> None:
-    """Feeds contents and verdicts in a random legal order, with work in between at random."""
-    groups = [
-        learner.open_group(f"task-{i}", c.prompt, len(c.rewards)) for i, c in enumerate(cases)
-    ]
-    events: list[tuple[float, str, int, int]] = []
-    for g, case in enumerate(cases):
-        for i in range(len(case.rewards)):
-            content, verdict = np.sort(rng.uniform(size=2))
-            events += [(content, "content", g, i), (verdict, "verdict", g, i)]
-    for _, kind, g, i in sorted(events):
-        reward = cases[g].rewards[i]
-        if kind == "content":
-            learner.add_trajectory(groups[g], i, cases[g].trajectories[i])
-        elif reward is None:
-            learner.set_failed(groups[g], i, "sandbox died")
-        else:
-            learner.set_reward(groups[g], i, reward)
-        if rng.uniform() < 0.5:
-            learner.work(max_steps=int(rng.integers(1, 3)))
-
-
-def reference(
-    model: TransformerConfig, params: Any, cases: list[Case], config: LearnerSection
-) -> Any:
-    """The descent gradient of the batch from the oracle."""
-    examples, advantages, tokens = [], [], 0
-    for case in cases:
-        present = [r for r in case.rewards if r is not None]
-        moments = group_moments(present, config.advantage)
-        for trajectory, reward in zip(case.trajectories, case.rewards, strict=True):
-            if reward is None:
-                continue
-            prompt = np.asarray(case.prompt, np.int32)
-            examples.append(make_example(prompt, trajectory, config.normalizer))
-            advantages.append(moments.advantage(reward))
-            tokens += trajectory.num_action_tokens
-    denominator = float(tokens if config.normalizer == "token_mean" else len(examples))
-    settings = ScoreSettings(model=model, tis_cap=config.tis_cap)
-    return reference_gradient(settings, params, examples, advantages, denominator)
-
-
-def rel_l2(got: Any, want: Any) -> float:
-    """Relative L2 distance of two pytrees, computed in float64."""
-    pairs = [
-        (np.asarray(g, np.float64), np.asarray(w, np.float64))
-        for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
-    ]
-    distance = sum(np.sum((g - w) ** 2) for g, w in pairs)
-    return float(np.sqrt(distance / sum(np.sum(w**2) for _, w in pairs)))

@@ -188,7 +188,8 @@ def test_accumulators_are_donated_and_zero_after_the_update():
     assert all(not np.any(leaf) for leaf in jax.tree.leaves((learner._batch, learner._pool)))
 
 
-# -- what a step may consist of ---------------------------------------------------------------------
+# -- what a step may consist of
+# ---------------------------------------------------------------------
 
 
 def one_group(rewards, *, masked: bool = False, length: int = 3):
@@ -336,7 +337,8 @@ def test_schedule_counts_applied_updates_and_its_first_step_moves():
     assert rates == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
 
 
-# -- bad input: named, and nothing lost -------------------------------------------------------------
+# -- bad input: named, and nothing lost
+# -------------------------------------------------------------
 
 
 def bad_tokens(ids):

@@ -1,9 +1,9 @@
 """The configuration of a run: frozen dataclasses inside, an ml_collections ConfigDict at the edge.
 
-`configs/*.py` start from `default_config()` and change what differs; `python -m thundersync_jax.train
---config=configs/NAME.py --config.learner.pool_size=4` changes single keys. `resolve` turns the ConfigDict into a
-`RunConfig`: unknown keys are refused with the nearest name, values with the range they must lie in. Units are in the
-names. This module never imports jax.
+`configs/*.py` start from `default_config()` and change what differs; `python -m
+thundersync_jax.train --config=configs/NAME.py --config.learner.pool_size=4` changes single keys.
+`resolve` turns the ConfigDict into a `RunConfig`: unknown keys are refused with the nearest name,
+values with the range they must lie in. Units are in the names. This module never imports jax.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class RunSection:
     """What the run does, at the top level.
 
     Attributes:
-      mode: "stream" computes gradients as their inputs are fixed; "barrier" waits for the step's last reward.
+      mode: "stream" computes gradients as their inputs are fixed; "barrier" waits for the step's
+        last reward.
       num_steps: train steps in all, counting those before a resume.
       groups_per_step, group_size: tasks a step and trajectories a task.
       step_timeout_s: a step that is not terminal by then fails its missing trajectories by name.
@@ -103,10 +104,12 @@ class RunSection:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelSection:
-    """Which model: a preset of `model/presets.py`, with optional changes (0 or "" keeps the preset's value).
+    """Which model: a preset of `model/presets.py`, with optional changes (0 or "" keeps the
+    preset's value).
 
     Attributes:
-      vocab_size: 0 takes the preset's, or the environment's vocabulary where the preset leaves it open.
+      vocab_size: 0 takes the preset's, or the environment's vocabulary where the preset leaves it
+        open.
       max_context: tokens of prompt and trajectory together; also the length of a serving row.
       dtype: arithmetic of the forward pass: "float32", "bfloat16" or "float64".
       remat: "none", "block" (keep block inputs only) or "dots" (keep matrix products).
@@ -134,14 +137,18 @@ class LearnerSection:
     """The learner's memory and shapes.
 
     Attributes:
-      pool_size: group buffers, each a pair (G1, G2) of the parameters' size in float32; 0 holds every group.
-      buckets: padded trajectory lengths (prompt included), ascending; the last must hold model.max_context.
+      pool_size: group buffers, each a pair (G1, G2) of the parameters' size in float32; 0 holds
+        every group.
+      buckets: padded trajectory lengths (prompt included), ascending; the last must hold
+        model.max_context.
       lanes: trajectories that one program call scans.
-      normalizer: "token_mean" divides by the action tokens that arrived; "trajectory_mean" gives every trajectory
-        weight 1/length and divides by the trajectories that arrived.
+      normalizer: "token_mean" divides by the action tokens that arrived; "trajectory_mean" gives
+        every trajectory weight 1/length and divides by the trajectories that arrived.
       advantage: "grpo" divides by the group's standard deviation; "dr_grpo" does not.
-      tis_cap: upper bound of the truncated importance weight of sampler against learner; 0 turns it off.
-      max_logprob_gap: a larger |learner - sampler| log-probability stops the run, unless tis_cap is set.
+      tis_cap: upper bound of the truncated importance weight of sampler against learner; 0 turns it
+        off.
+      max_logprob_gap: a larger |learner - sampler| log-probability stops the run, unless tis_cap is
+        set.
     """
 
     pool_size: int = 8

@@ -1,7 +1,8 @@
 """JSON-lines files that survive a kill: the truth about a run is local and append-only.
 
-A line is written whole and flushed; a torn last line (the process died while writing) is cut off when the file is
-opened again, and skipped when it is read. Values are plain JSON; NaN and infinity become null.
+A line is written whole and flushed; a torn last line (the process died while writing) is cut off
+when the file is opened again, and skipped when it is read. Values are plain JSON; NaN and infinity
+become null.
 """
 
 from __future__ import annotations

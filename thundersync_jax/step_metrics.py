@@ -54,6 +54,7 @@ def step_line(
         "learner_busy_s": sum(item.ended_s - item.started_s for item in work),
         "overlap": overlap(work, result.last_reward_s),
         "tail_s": ended_s - result.last_reward_s,
+        "max_loop_lag_s": result.max_loop_lag_s,
         "compiles": compiles,
         "peak_rss_mb": peak_rss_mb(),
     }

@@ -1,13 +1,17 @@
 """Records that cross every boundary of the system: tasks, turns, tokens, trajectories.
 
 Invariants:
-  * Token ids, action mask, log-probabilities and policy versions of a trajectory have one length; they are
-    appended together by `TrajectoryBuilder` and checked again whenever a `TrajectoryTokens` is made.
-  * Action tokens are exactly the tokens the policy sampled. Everything else (tool output, template text) is an
+  * Token ids, action mask, log-probabilities and policy versions of a trajectory have one length;
+    they are appended together by `TrajectoryBuilder` and checked again whenever a
+    `TrajectoryTokens` is made.
+  * Action tokens are exactly the tokens the policy sampled. Everything else (tool output, template
+    text) is an
     observation: mask False, log-probability 0, version `OBSERVATION_VERSION`.
-  * A trajectory ends in exactly one of a finite reward or a failure. A failure has no reward: it is never a zero.
+  * A trajectory ends in exactly one of a finite reward or a failure. A failure has no reward: it is
+    never a zero.
 
-This module imports numpy only, so that environments, sandboxes and the coordinator start without jax.
+This module imports numpy only, so that environments, sandboxes and the coordinator start without
+jax.
 """
 
 from __future__ import annotations
@@ -70,8 +74,10 @@ class TrajectoryTokens:
     Attributes:
       token_ids: int32 [T].
       action_mask: bool [T]; True where the policy sampled the token.
-      behavior_logprobs: float32 [T]; log-probability under the distribution that sampled the token, 0 elsewhere.
-      policy_versions: int32 [T]; version of the weights that sampled the token, OBSERVATION_VERSION elsewhere.
+      behavior_logprobs: float32 [T]; log-probability under the distribution that sampled the token,
+        0 elsewhere.
+      policy_versions: int32 [T]; version of the weights that sampled the token, OBSERVATION_VERSION
+        elsewhere.
     """
 
     token_ids: np.ndarray
@@ -160,7 +166,8 @@ class Turn:
       num_action_tokens: tokens sampled in this turn.
       action_text: their text, for people and parsers; never encoded again.
       observation_text: what the environment answered.
-      started_s, sampled_s, ended_s: seconds since the run's clock began: request, last token, observation.
+      started_s, sampled_s, ended_s: seconds since the run's clock began: request, last token,
+        observation.
       slot: the serving row that sampled the turn.
     """
 

@@ -1,8 +1,9 @@
 """`trajectories/step_NNNNNN.jsonl`: every trajectory of a step, one a line, whole or not at all.
 
-The file of a step is written after its last verdict and before its update. Its presence is the step's commit point: a
-resumed run replays the steps that have a file and are newer than the checkpoint (gradients, no rollouts), and rolls out
-everything later again. So every logged trajectory is trained on exactly once.
+The file of a step is written after its last verdict and before its update. Its presence is the
+step's commit point: a resumed run replays the steps that have a file and are newer than the
+checkpoint (gradients, no rollouts), and rolls out everything later again. So every logged
+trajectory is trained on exactly once.
 """
 
 from __future__ import annotations

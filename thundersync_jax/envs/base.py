@@ -1,9 +1,10 @@
 """The environment protocol: what a task is to an agent.
 
-A suite is made once a run by `env.factory = "package.module:function"`, with `env.options` as keyword arguments; no
-registry. It makes one `Environment` per attempt. Each of reset, step and grade has its own deadline (`rollout.*_timeout_s`),
-kept by the caller; an exception or a deadline there makes the attempt a failure by name, never a zero. `close` is always called,
-once, and must leave nothing alive.
+A suite is made once a run by `env.factory = "package.module:function"`, with `env.options` as
+keyword arguments; no registry. It makes one `Environment` per attempt. Each of reset, step and
+grade has its own deadline (`rollout.*_timeout_s`), kept by the caller; an exception or a deadline
+there makes the attempt a failure by name, never a zero. `close` is always called, once, and must
+leave nothing alive.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class Attempt:
     """What an environment may use for one attempt.
 
     Attributes:
-      seed: derived from (run seed, step, group, index): the only source of randomness an environment needs.
+      seed: derived from (run seed, step, group, index): the only source of randomness an
+        environment needs.
       sandboxes: where tools run.
     """
 
@@ -57,7 +59,11 @@ class Environment(Protocol):
         ...
 
     async def step(self, action: Action) -> Observation:
-        """Runs one turn's action. A malformed action is an observation that says so, not an exception."""
+        """Runs one turn's action. A malformed action is an observation that says so, not an
+        exception.
+
+        A turn of nothing but the end-of-sequence token ends the attempt and does not come here.
+        """
         ...
 
     async def grade(self) -> float:
@@ -73,8 +79,9 @@ class EnvironmentSuite(Protocol):
     """All tasks of one kind.
 
     Attributes:
-      vocabulary: the words of a policy trained from scratch, one token each, separated by newlines in text; empty when
-        the model brings its own tokenizer. Its first two entries are "<bos>" and "<eos>".
+      vocabulary: the words of a policy trained from scratch, one token each, separated by newlines
+        in text; empty when the model brings its own tokenizer. Its first two entries are "<bos>"
+        and "<eos>".
       solved_reward: a reward of at least this counts as solved in the metrics.
     """
 

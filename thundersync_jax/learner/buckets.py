@@ -1,7 +1,7 @@
 """Static shapes for trajectories of any length: a ladder of padded lengths, and padding in numpy.
 
-Padding happens on the host because padding on the device would compile one program per length. Everything after the
-last action token has an exactly zero gradient and is trimmed first.
+Padding happens on the host because padding on the device would compile one program per length.
+Everything after the last action token has an exactly zero gradient and is trimmed first.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from thundersync_jax.trajectory import TrajectoryTokens
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Example:
-    """One trajectory as the learner differentiates it: inputs and shifted targets, trimmed, not yet padded.
+    """One trajectory as the learner differentiates it: inputs and shifted targets, trimmed, not yet
+    padded.
 
     Attributes:
       tokens, targets: int32 [T]; position t predicts targets[t].

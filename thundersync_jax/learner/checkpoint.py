@@ -1,7 +1,10 @@
-"""Checkpoints through Orbax: train state and the host numbers that go with it, the last few and the best.
+"""Checkpoints through Orbax: train state and the host numbers that go with it, the last few and the
+best.
 
-Saves are synchronous: the arrays are donated to the next update, and a save that fails must stop the run here, not be
-noticed later. Orbax writes to a temporary directory and renames, so a killed save leaves no checkpoint at all.
+Saves are synchronous: the arrays are donated to the next update, and a save that fails must stop
+  the run here, not be
+noticed later. Orbax writes to a temporary directory and renames, so a killed save leaves no
+checkpoint at all.
 """
 
 from __future__ import annotations

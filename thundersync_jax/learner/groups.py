@@ -1,11 +1,14 @@
-"""Host bookkeeping of one step: which trajectory is at which stage, and which program call is due next.
+"""Host bookkeeping of one step: which trajectory is at which stage, and which program call is due
+next.
 
 Invariants:
-  * A member moves EXPECTED -> CONTENT -> READY -> DONE, or to FAILED from either of the first two; nothing else.
-    `_TRANSITIONS` is the only table, and a second terminal event is refused by name.
-  * A group closes once all its members are terminal and everything that has a gradient has been folded.
-  * A group streams only while it holds a buffer. With no buffer its members wait (hold) until the group's rewards are
-    all known and then go direct. So every group closes with any number of buffers, 0 included.
+  * A member moves EXPECTED -> CONTENT -> READY -> DONE, or to FAILED from either of the first two;
+    nothing else. `_TRANSITIONS` is the only table, and a second terminal event is refused by name.
+  * A group closes once all its members are terminal and everything that has a gradient has been
+    folded.
+  * A group streams only while it holds a buffer. With no buffer its members wait (hold) until the
+    group's rewards are all known and then go direct. So every group closes with any number of
+    buffers, 0 included.
   * No terminal event depends on anything here: this module never waits.
 
 No jax: the learner runs what `next_work` returns and reports it with `mark_done`.

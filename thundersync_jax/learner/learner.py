@@ -1,15 +1,18 @@
-"""`Learner`: computes every gradient as soon as its inputs are fixed, and the batch-synchronous update from them.
+"""`Learner`: computes every gradient as soon as its inputs are fixed, and the batch-synchronous
+update from them.
 
-Owns the train state, the batch accumulator and the pool of group buffers; all are donated to the programs and replaced
-by their results. One thread owns a learner: no method may be called from two threads at a time.
+Owns the train state, the batch accumulator and the pool of group buffers; all are donated to the
+programs and replaced by their results. One thread owns a learner: no method may be called from two
+threads at a time.
 
     open_group, add_trajectory, set_reward, set_failed   only enqueue
-    work(max_steps)                                      runs what is ready, blocking until it is complete
-    update()                                             refuses open groups by name
+    work(max_steps)                                      runs what is ready, blocking until it is
+    complete update()                                             refuses open groups by name
 
-The update equals that of `reference.py` to rounding for every arrival order, path mix and pool size: the coefficients
-come from rewards in index order, and the sums are linear (DESIGN section 2). Which work is released when (stream or
-barrier) is the caller's decision: in barrier mode it calls `work` only after the last reward.
+The update equals that of `reference.py` to rounding for every arrival order, path mix and pool
+size: the coefficients come from rewards in index order, and the sums are linear (DESIGN section 2).
+Which work is released when (stream or barrier) is the caller's decision: in barrier mode it calls
+`work` only after the last reward.
 """
 
 from __future__ import annotations
@@ -94,7 +97,8 @@ class Learner:
         """Opens a group of `group_size` trajectories of one task; returns its id.
 
         Raises:
-          LearnerError: empty or over-long prompt, ids outside the vocabulary, or a size that has no advantage.
+          LearnerError: empty or over-long prompt, ids outside the vocabulary, or a size that has no
+            advantage.
         """
         prompt = np.asarray(prompt_ids, np.int32)
         if prompt.ndim != 1 or prompt.size == 0:
@@ -190,7 +194,8 @@ class Learner:
 
         Raises:
           OpenGroupsError: a trajectory has no content or no verdict.
-          NonFiniteGradientError, LogprobGapError: nothing was updated; `abandon` starts the step again.
+          NonFiniteGradientError, LogprobGapError: nothing was updated; `abandon` starts the step
+            again.
         """
         self._finish()
         self._check_gap()

@@ -18,7 +18,8 @@ def learning_rate_schedule(config: OptimizerSection) -> optax.Schedule:
             decay_steps=config.decay_steps,
         )
     if warmup:
-        # The first update already moves: step i of the warm-up has rate peak * (i + 1) / (warmup + 1).
+        # The first update already moves: step i of the warm-up has rate peak * (i + 1) / (warmup +
+        # 1).
         return optax.linear_schedule(peak / (warmup + 1), peak, warmup)
     return optax.constant_schedule(peak)
 

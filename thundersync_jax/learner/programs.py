@@ -1,6 +1,8 @@
-"""The learner's compiled programs: one per (path, bucket), one close, one update. Nothing else ever compiles.
+"""The learner's compiled programs: one per (path, bucket), one close, one update. Nothing else ever
+compiles.
 
-Owns no state: buffers go in donated and come back. `warm_up` compiles all of it ahead of time; a program that is asked
+Owns no state: buffers go in donated and come back. `warm_up` compiles all of it ahead of time; a
+  program that is asked
 for before is compiled then.
 """
 

@@ -1,8 +1,8 @@
 """The oracle: one ordinary batch gradient of the whole objective, with no streaming in it.
 
-It pads every trajectory to one length, weights each by its advantage, and differentiates the mean loss once. It shares
-the model and the per-trajectory score with the learner, and neither its sums nor its shapes. Tests and `benchmark
-exactness` compare the streamed update against it.
+It pads every trajectory to one length, weights each by its advantage, and differentiates the mean
+loss once. It shares the model and the per-trajectory score with the learner, and neither its sums
+nor its shapes. Tests and `benchmark exactness` compare the streamed update against it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def reference_gradient(
       denominator: action tokens, or trajectories, that arrived.
     """
     longest = max(e.num_positions for e in examples)
-    # Rounded up, so that batches of many sizes share a compiled program; empty rows have advantage 0.
+    # Rounded up, so that batches of many sizes share a compiled program; empty rows have advantage
+    # 0.
     lanes = pad_lanes(examples, _round_up(len(examples), 16), _round_up(longest, 32))
     dtype = jax.tree.leaves(params)[0].dtype
     weights = np.zeros(lanes.tokens.shape[0], jnp.promote_types(dtype, jnp.float32))

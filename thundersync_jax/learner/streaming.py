@@ -2,11 +2,12 @@
 
     accumulate    acc_b <- acc_b + C[b, k] g_k for every lane k and buffer b, with g_k = grad S_k
     close_group   batch <- batch + a G1 + b G2, and the pair is zero again
-    apply_update  one normalisation, one clip, one optimizer step, and the batch accumulator is zero again
+    apply_update  one normalisation, one clip, one optimizer step, and the batch accumulator is zero
+    again
 
-`accumulate` serves every path: the stream path passes the pair (G1, G2) with coefficients (r_k - c, 1), the direct
-path passes the batch accumulator with the advantage. A coefficient of exactly 0 leaves its buffer alone, so a
-non-finite g stays out of it. Accumulators have at least float32.
+`accumulate` serves every path: the stream path passes the pair (G1, G2) with coefficients (r_k - c,
+1), the direct path passes the batch accumulator with the advantage. A coefficient of exactly 0
+leaves its buffer alone, so a non-finite g stays out of it. Accumulators have at least float32.
 """
 
 from __future__ import annotations
@@ -162,7 +163,8 @@ def apply_update(
     batch: Params,
     denominator: jax.Array,
 ) -> tuple[Params, optax.OptState, Params, jax.Array]:
-    """Divides once, negates once, steps once; with a non-finite norm parameters and moments stay as they are.
+    """Divides once, negates once, steps once; with a non-finite norm parameters and moments stay as
+    they are.
 
     Args:
       batch: sum of A_i g_i, the ascent direction, in at least float32.

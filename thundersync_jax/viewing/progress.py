@@ -6,7 +6,6 @@ step  120/300  reward 0.712  solved 0.84  turns 3.9  0.61 s  overlap 0.78  tail 
 from __future__ import annotations
 
 import collections
-import time
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
@@ -57,19 +56,16 @@ class Progress:
 
     Args:
       style: "rich", "plain", "none", or "auto": rich on a terminal, plain otherwise.
-      first_step, num_steps: where the run stands and where it ends.
+      num_steps: where the run ends.
     """
 
-    def __init__(
-        self, style: str, *, first_step: int, num_steps: int, console: Console | None = None
-    ) -> None:
+    def __init__(self, style: str, *, num_steps: int, console: Console | None = None) -> None:
         self._console = console or Console()
         is_live = style == "rich" or (style == "auto" and self._console.is_terminal)
         self._is_silent = style == "none"
         self._num_steps = num_steps
-        self._done = first_step
-        self._began_at = first_step
-        self._began_s = time.monotonic()
+        self._done = 0
+        self._seconds: collections.deque[float] = collections.deque(maxlen=50)
         self._rows: collections.deque[tuple[str, ...]] = collections.deque(maxlen=NUM_ROWS)
         self._status = "starting"
         self._live = Live(console=self._console, refresh_per_second=4) if is_live else None
@@ -101,6 +97,7 @@ class Progress:
     def step(self, line: Mapping[str, Any]) -> None:
         """One finished step."""
         self._done = int(line["step"]) + 1
+        self._seconds.append(float(line["step_s"]))
         row = cells(line)
         self._rows.append(row)
         if self._live is None and not self._is_silent:
@@ -126,8 +123,7 @@ class Progress:
         )
 
     def _eta(self) -> str:
-        finished = self._done - self._began_at
-        if finished == 0:
+        if not self._seconds:
             return ""
-        left_s = (self._num_steps - self._done) * (time.monotonic() - self._began_s) / finished
+        left_s = (self._num_steps - self._done) * sum(self._seconds) / len(self._seconds)
         return f"{int(left_s // 60)}:{int(left_s % 60):02d} left  "

@@ -1,7 +1,8 @@
 """`timeline.json`: the last steps of a run as a Chrome trace (chrome://tracing, ui.perfetto.dev).
 
-One row for the step and its update, one for the learner's program calls, one for each serving slot: sampling and the
-tool or verifier that follows it, each named by its trajectory. Times are microseconds on the run's clock.
+One row for the step and its update, one for the learner's program calls, one for each serving slot:
+sampling and the tool or verifier that follows it, each named by its trajectory. Times are
+microseconds on the run's clock.
 """
 
 from __future__ import annotations

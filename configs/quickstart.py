@@ -1,0 +1,38 @@
+"""Trains a small agent from scratch on a real tool: find the secret in a file with `probe N`.
+
+    bash launch/quickstart.sh
+
+A 0.3M-parameter policy, 8 tasks x 8 trajectories a step, at most 10 turns, each turn one command
+in a sandbox.
+"""
+
+from ml_collections import ConfigDict
+
+from thundersync_jax.config import default_config
+
+
+def get_config() -> ConfigDict:
+    config = default_config()
+    config.run.num_steps = 300
+    config.run.groups_per_step = 8
+    config.run.group_size = 8
+
+    config.model.preset = "tiny"
+    config.model.max_context = 24  # <bos> and ten turns of probe and answer
+    config.learner.buckets = (6, 12, 24)
+    config.learner.pool_size = 8
+    config.optimizer.learning_rate = 1e-3
+    config.optimizer.clip_norm = 0.5
+
+    config.env.factory = "thundersync_jax.envs.file_probe:file_probe"
+    config.env.options = ConfigDict({"num_values": 8, "max_turns": 10})
+    config.rollout.max_turns = 10
+    config.rollout.max_turn_tokens = 1
+    config.sandbox.num_slots = 64
+
+    config.serving.num_slots = 64
+    config.serving.steps_per_sync = 1
+    config.serving.extend_rows = 32
+    config.serving.extend_buckets = (2, 8)
+    config.checkpoint.every_steps = 25
+    return config

@@ -1,0 +1,100 @@
+"""A configuration is either resolved whole or refused with the key, the value and the remedy."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import pytest
+from ml_collections import ConfigDict
+
+from thundersync_jax.config import (
+    ConfigError,
+    RunConfig,
+    default_config,
+    resolve,
+    resume_differences,
+    to_dict,
+)
+
+
+def changed(**keys):
+    """The default configuration with section__key=value changes."""
+    config = default_config()
+    for path, value in keys.items():
+        section, key = path.split("__")
+        setattr(getattr(config, section), key, value)
+    return config
+
+
+def test_defaults_survive_the_round_trip_through_a_config_dict():
+    assert resolve(default_config()) == RunConfig()
+    assert json.loads(json.dumps(to_dict(RunConfig()))) == to_dict(RunConfig())
+
+
+def test_a_mistyped_key_names_its_neighbor():
+    with pytest.raises(AttributeError, match='Did you mean "learner"'):
+        default_config().lerner = 1
+    config = default_config().to_dict()
+    config["learner"]["pool_sise"] = 3
+    with pytest.raises(
+        ConfigError, match=r"config\.learner\.pool_sise is not a key.*config\.learner\.pool_size"
+    ):
+        resolve(ConfigDict(config))
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"run__group_size": 1}, "run.group_size = 1: expected at least 2"),  # LESSONS 9
+        ({"model__max_context": 65}, "learner.buckets = .* at least model.max_context = 65"),
+        ({"learner__buckets": (32, 16)}, "learner.buckets = .*ascending"),
+        ({"learner__pool_size": -1}, "learner.pool_size = -1: expected 0 or more"),
+        ({"learner__lanes": 0}, "learner.lanes = 0: expected at least 1"),
+        ({"learner__normalizer": "mean"}, "expected one of"),
+        ({"learner__tis_cap": float("nan")}, "learner.tis_cap = nan"),
+        ({"run__mode": "sync"}, "run.mode = 'sync': expected 'stream' or 'barrier'"),
+        ({"run__profile_steps": "5"}, "run.profile_steps = '5': expected 'A:B'"),
+        ({"run__profile_steps": "5:5"}, "run.profile_steps = '5:5'"),
+        ({"sampling__top_p": 0.9}, "gradient is that of the untruncated policy"),
+        ({"sampling__temperature": 0.0}, "temperature > 0"),
+        ({"optimizer__schedule": "cosine"}, "optimizer.decay_steps = 0: expected more than"),
+        ({"env__factory": "module"}, "expected 'package.module:function'"),
+    ],
+)
+def test_values_out_of_range_are_refused_with_what_was_expected(keys, message):
+    with pytest.raises(ConfigError, match=message):
+        resolve(changed(**keys))
+
+
+def test_values_of_another_type_are_refused():
+    values = default_config().to_dict()
+    values["run"]["group_size"] = "eight"
+    with pytest.raises(ConfigError, match="run.group_size = 'eight': expected a value of type int"):
+        resolve(ConfigDict(values))
+
+
+def test_one_trajectory_a_group_is_possible_without_a_standard_deviation():
+    assert resolve(changed(run__group_size=1, learner__advantage="dr_grpo")).run.group_size == 1
+
+
+def test_resume_allows_marked_keys_only():
+    saved = to_dict(RunConfig())
+    longer = dataclasses.replace(RunConfig(), run=dataclasses.replace(RunConfig().run, num_steps=9))
+    assert resume_differences(saved, longer) == []
+    other = resolve(changed(run__seed=1, run__num_steps=5, serving__num_slots=2))
+    assert resume_differences(saved, other) == ["run.seed: 0 -> 1"]
+    del saved["model"]["preset"]
+    assert resume_differences(saved, RunConfig()) == ["model.preset: '(absent)' -> 'tiny'"]
+
+
+def test_layers_without_jax_start_without_it():
+    modules = [
+        "trajectory", "config", "metrics", "trajectory_log", "workdir", "coordinator.coordinator",
+        "rollout.rollout", "envs.file_probe", "envs.data", "sandbox.base",
+    ]  # fmt: skip
+    code = "import sys\n" + "\n".join(f"import thundersync_jax.{m}" for m in modules)
+    code += "\nassert 'jax' not in sys.modules, 'jax was imported'"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

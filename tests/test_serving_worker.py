@@ -1,0 +1,273 @@
+"""`ServingWorker` keeps what `PolicyClient` promises: sessions, limits, cancellation, failures."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+
+import numpy as np
+import pytest
+from serving_cases import (
+    CONFIG,
+    ROW_LENGTH,
+    SERVING,
+    key,
+    learner_logprobs,
+    policy,
+    request,
+    warm_engine,
+)
+
+from thundersync_jax.serving.engine import PolicyEngine
+from thundersync_jax.serving.worker import ServingWorker
+from thundersync_jax.transport.client import PolicyClient, ServingError
+from thundersync_jax.transport.messages import FinishReason, SampleResult
+
+
+@pytest.fixture
+def worker() -> Iterator[ServingWorker]:
+    serving = ServingWorker(warm_engine())
+    serving.start()
+    yield serving
+    serving.close()
+
+
+def run(coroutine: Awaitable[None]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(60):
+            await coroutine
+
+    asyncio.run(bounded())
+
+
+async def play(
+    client: PolicyClient, index: int, num_turns: int, **sampling: object
+) -> tuple[tuple[int, ...], list[SampleResult]]:
+    """A trajectory of turns with two observation tokens between them."""
+    context, results = (1, 2, index % 13), []
+    for turn in range(num_turns):
+        result = await client.sample(request(index, context, **sampling))
+        results.append(result)
+        context += result.token_ids
+        if turn + 1 < num_turns:
+            context += (5, turn)
+    await client.release(key(index))
+    return context, results
+
+
+def test_many_sessions_on_few_slots_sample_what_the_learner_computes(worker: ServingWorker) -> None:
+    """Eleven trajectories of four turns on four slots: log-probabilities within 1e-5."""
+
+    async def main() -> None:
+        played = await asyncio.gather(*(play(worker, i, 4, max_tokens=3) for i in range(11)))
+        for context, results in played:
+            want = learner_logprobs(context)
+            at = 3
+            for result in results:
+                end = at + len(result.token_ids)
+                assert context[at:end] == result.token_ids and len(result.token_ids) == 3
+                np.testing.assert_allclose(result.logprobs, want[at:end], rtol=0, atol=1e-5)
+                assert set(result.policy_versions) == {7}
+                assert result.finish_reason is FinishReason.LENGTH
+                at = end + 2
+            assert len({result.slot for result in results}) == 1
+        intervals: dict[int, list[tuple[float, float]]] = {}
+        for _, results in played:
+            for result in results:
+                intervals.setdefault(result.slot, []).append((result.started_s, result.ended_s))
+        for busy in intervals.values():
+            edges = [edge for interval in sorted(busy) for edge in interval]
+            assert edges == sorted(edges)
+
+    run(main())
+
+
+def test_a_trajectory_does_not_depend_on_its_company(worker: ServingWorker) -> None:
+    async def main() -> None:
+        alone = await play(worker, 3, 3)
+        crowd = await asyncio.gather(*(play(worker, i, 3) for i in range(8)))
+        assert crowd[3][0] == alone[0]
+        assert len({context[3:] for context, _ in crowd}) > 1
+
+    run(main())
+
+
+def test_cutting_a_turn_in_two_changes_no_token(worker: ServingWorker) -> None:
+    """A draw follows from seed and absolute position: no turn repeats the draws of another."""
+
+    async def main() -> None:
+        whole = await worker.sample(request(0, (1, 2), seed=4, max_tokens=9))
+        first = await worker.sample(request(1, (1, 2), seed=4, max_tokens=4))
+        context = (1, 2, *first.token_ids)
+        second = await worker.sample(request(1, context, seed=4, max_tokens=5))
+        assert first.token_ids + second.token_ids == whole.token_ids
+        joined = first.logprobs + second.logprobs
+        np.testing.assert_allclose(joined, whole.logprobs, rtol=0, atol=1e-5)
+        await asyncio.gather(*(worker.release(key(i)) for i in range(2)))
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("length", "num_sampled"), [(ROW_LENGTH - 1, 1), (ROW_LENGTH, 0), (ROW_LENGTH + 1, None)]
+)
+def test_the_context_limit_has_three_defined_outcomes(
+    worker: ServingWorker, length: int, num_sampled: int | None
+) -> None:
+    """LESSON 17."""
+
+    async def main() -> None:
+        asked = request(0, (1,) * length, max_tokens=5)
+        if num_sampled is None:
+            with pytest.raises(ServingError, match=f"step 0 group 0 index 0.*{ROW_LENGTH + 1}"):
+                await worker.sample(asked)
+        else:
+            result = await worker.sample(asked)
+            assert len(result.token_ids) == num_sampled
+            assert result.finish_reason is FinishReason.CONTEXT
+        await worker.release(key(0))
+
+    run(main())
+
+
+def test_a_first_turn_waits_for_a_slot_and_release_gives_it_one(worker: ServingWorker) -> None:
+    async def main() -> None:
+        for i in range(SERVING.num_slots):
+            await worker.sample(request(i, (1,)))
+        waiting = asyncio.create_task(worker.sample(request(9, (1,))))
+        # An answered turn of another session shows that the loop went on without serving it.
+        await worker.sample(request(0, await _context(worker, 0)))
+        assert not waiting.done()
+        await worker.release(key(2))
+        assert len((await waiting).token_ids) == 4
+
+    async def _context(worker: ServingWorker, index: int) -> tuple[int, ...]:
+        await worker.release(key(index))
+        return (1,)
+
+    run(main())
+
+
+def test_a_cancelled_turn_frees_its_slot_and_its_session(worker: ServingWorker) -> None:
+    async def main() -> None:
+        tasks = [
+            asyncio.create_task(worker.sample(request(i, (1,), max_tokens=ROW_LENGTH)))
+            for i in range(2 * SERVING.num_slots)
+        ]
+        await asyncio.sleep(0)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        played = await asyncio.gather(*(play(worker, i, 2) for i in range(SERVING.num_slots)))
+        for context, results in played:
+            first = results[0]
+            want = learner_logprobs(context)[3 : 3 + len(first.token_ids)]
+            np.testing.assert_allclose(first.logprobs, want, rtol=0, atol=1e-5)
+
+    run(main())
+
+
+def test_weights_change_only_between_sessions() -> None:
+    engine = PolicyEngine(CONFIG, SERVING, ROW_LENGTH)
+    worker = ServingWorker(engine)
+    worker.start()
+
+    async def main() -> None:
+        with pytest.raises(ServingError, match="publish"):
+            await worker.sample(request(0, (1,)))
+        worker.publish(policy(), 3)
+        assert set((await worker.sample(request(0, (1,)))).policy_versions) == {3}
+        with pytest.raises(ServingError, match=r"version 4.*step 0 group 0 index 0"):
+            worker.publish(policy(), 4)
+        await worker.release(key(0))
+        worker.publish(policy(), 4)
+        assert set((await worker.sample(request(0, (1,)))).policy_versions) == {4}
+        await worker.release(key(0))
+
+    run(main())
+    worker.close()
+
+
+def test_a_deadline_names_the_session_and_what_it_waited_for() -> None:
+    engine = PolicyEngine(CONFIG, dataclasses.replace(SERVING, request_timeout_s=0.3), ROW_LENGTH)
+    engine.warm_up()
+    engine.weights.publish(policy(), 0)
+    worker = ServingWorker(engine)
+    worker.start()
+
+    async def main() -> None:
+        for i in range(SERVING.num_slots):
+            await worker.sample(request(i, (1,)))
+        with pytest.raises(ServingError, match=r"index 9.*0\.3 s.*waiting for a slot"):
+            await worker.sample(request(9, (1,)))
+        await worker.release(key(1))
+        await worker.sample(request(8, (1,)))
+
+    run(main())
+    worker.close()
+
+
+class BrokenEngine(PolicyEngine):
+    """Fails in `generate`, once it is told to."""
+
+    is_broken = threading.Event()
+
+    def generate(self, *args: object) -> object:
+        if self.is_broken.is_set():
+            raise RuntimeError("the device is gone")
+        return super().generate(*args)
+
+
+def test_an_exception_in_the_thread_reaches_every_waiter_and_the_owner() -> None:
+    engine = BrokenEngine(CONFIG, SERVING, ROW_LENGTH)
+    worker = ServingWorker(engine)
+    worker.start()
+    worker.publish(policy(), 0)
+
+    async def main() -> None:
+        await worker.sample(request(0, (1,)))
+        engine.is_broken.set()
+        answers = await asyncio.gather(
+            *(worker.sample(request(i, (1,))) for i in range(1, 7)), return_exceptions=True
+        )
+        assert all("the device is gone" in str(answer) for answer in answers), answers
+        with pytest.raises(ServingError, match="the device is gone"):
+            await worker.sample(request(8, (1,)))
+        await worker.release(key(0))
+
+    run(main())
+    _raises_the_failure(lambda: worker.publish(policy(), 1))
+    _raises_the_failure(worker.close)
+
+
+def _raises_the_failure(call: Callable[[], None]) -> None:
+    with pytest.raises(ServingError, match="the device is gone") as caught:
+        call()
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_closing_refuses_turns_in_flight_and_later_ones() -> None:
+    worker = ServingWorker(warm_engine())
+    with pytest.raises(ServingError, match=r"start\(\)"):
+        worker.publish(policy(), 1)
+    worker.start()
+
+    async def main() -> None:
+        waiting = [
+            asyncio.create_task(worker.sample(request(i, (1,))))
+            for i in range(SERVING.num_slots + 2)
+        ]
+        pending = set(waiting)
+        while len(pending) > 2:
+            _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.to_thread(worker.close)
+        for task in pending:
+            with pytest.raises(ServingError, match="closed"):
+                await task
+        with pytest.raises(ServingError, match="not running"):
+            await worker.sample(request(0, (1,)))
+
+    run(main())
+    worker.close()

@@ -1,0 +1,1 @@
+"""Decides what happens when in a train step. Never imports jax."""

@@ -1,0 +1,176 @@
+"""Tasks from tensorflow-datasets, without TensorFlow, and the cursor that walks through them.
+
+`load_tasks` prepares a builder once into `data_dir` in array_record form and reads it from there
+ever after; a builder with other options has a directory of its own. `TaskCursor` holds no state:
+which tasks belong to a position follows from (seed, position) alone, so a checkpoint stores one
+integer. The only module that imports tensorflow_datasets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+import tensorflow_datasets as tfds
+
+from thundersync_jax.envs.file_probe import file_probe
+from thundersync_jax.trajectory import Task
+
+
+class DataError(ValueError):
+    """A data set that cannot be used: which, what was expected, and what to do."""
+
+
+class AgentTasks(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # type: ignore[call-arg]
+    """Base of builders whose examples are `Task` records.
+
+    A subclass sets VERSION, implements `tasks(**options)` and is named in `data.builder` as
+    "package.module:Class".
+    """
+
+    VERSION = tfds.core.Version("1.0.0")
+
+    def __init__(self, *, data_dir: str | Path, options: Mapping[str, Any]) -> None:
+        self._options = dict(options)
+        digest = hashlib.sha256(json.dumps(self._options, sort_keys=True).encode()).hexdigest()[:12]
+        super().__init__(data_dir=Path(data_dir) / digest, file_format="array_record")
+
+    def tasks(self, **options: Any) -> Mapping[str, Sequence[Task]]:
+        """The tasks of every split."""
+        raise NotImplementedError(f"{type(self).__name__} must implement tasks(**options)")
+
+    def _info(self) -> tfds.core.DatasetInfo:
+        text = tfds.features.Text()
+        features = {
+            "task_id": text,
+            "instruction": text,
+            "files": tfds.features.Sequence({"path": text, "content": text}),
+            "metadata": text,
+        }
+        return tfds.core.DatasetInfo(builder=self, features=tfds.features.FeaturesDict(features))
+
+    def _split_generators(
+        self, dl_manager: Any
+    ) -> Mapping[str, Iterator[tuple[str, dict[str, Any]]]]:
+        splits = self.tasks(**self._options)
+        return {name: self._generate_examples(tasks) for name, tasks in splits.items()}
+
+    def _generate_examples(self, tasks: Sequence[Task]) -> Iterator[tuple[str, dict[str, Any]]]:
+        for task in tasks:
+            files = [{"path": path, "content": content} for path, content in task.files.items()]
+            yield (
+                task.task_id,
+                {
+                    "task_id": task.task_id,
+                    "instruction": task.instruction,
+                    "files": files,
+                    "metadata": json.dumps(dict(task.metadata)),
+                },
+            )
+
+
+class FileProbeTasks(AgentTasks):
+    """The tasks of `file_probe` as a data set: an example builder."""
+
+    def tasks(self, **options: Any) -> Mapping[str, Sequence[Task]]:
+        suite = file_probe(**options)
+        return {split: suite.tasks(split) for split in ("train", "test")}
+
+
+class StoredTasks(Sequence[Task]):
+    """The tasks of a prepared split, read when indexed."""
+
+    def __init__(self, source: Sequence[Mapping[str, Any]]) -> None:
+        self._source = source
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    @overload
+    def __getitem__(self, index: int) -> Task: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Task]: ...
+    def __getitem__(self, index: int | slice) -> Task | Sequence[Task]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"task {index} of {len(self)}")
+        example = self._source[index % len(self)]
+        files = example["files"]
+        return Task(
+            task_id=example["task_id"].decode(),
+            instruction=example["instruction"].decode(),
+            files={
+                p.decode(): c.decode() for p, c in zip(files["path"], files["content"], strict=True)
+            },
+            metadata=json.loads(example["metadata"]),
+        )
+
+
+def load_tasks(
+    builder: str, *, options: Mapping[str, Any], split: str, data_dir: str | Path
+) -> Sequence[Task]:
+    """The tasks of one split.
+
+    Args:
+      builder: "package.module:Builder", a subclass of `AgentTasks`.
+      split: a tfds split expression such as "train" or "train[:10%]".
+      data_dir: prepared data lives here, below a digest of the options and the builder's name.
+    """
+    module, _, name = builder.partition(":")
+    cls = getattr(importlib.import_module(module), name, None)
+    if not (isinstance(cls, type) and issubclass(cls, AgentTasks)):
+        raise DataError(
+            f"data.builder = {builder!r}: expected 'package.module:Builder' naming an AgentTasks, "
+            f"got {cls!r}"
+        )
+    dataset = cls(data_dir=data_dir, options=options)
+    tfds.disable_progress_bar()
+    with contextlib.redirect_stdout(sys.stderr):  # standard output belongs to the mains
+        dataset.download_and_prepare()
+    tasks = StoredTasks(dataset.as_data_source(split=split))
+    if not len(tasks):
+        raise DataError(
+            f"split {split!r} of {builder} is empty: its splits are {sorted(dataset.info.splits)}"
+        )
+    return tasks
+
+
+class TaskCursor:
+    """Maps positions in an endless stream to tasks: each epoch is a permutation of its own, drawn
+    from (seed, epoch).
+
+    The draw uses the raw stream of a Philox bit generator, which numpy keeps stable across
+    versions.
+    """
+
+    def __init__(self, tasks: Sequence[Task], seed: int) -> None:
+        if not len(tasks):
+            raise DataError(
+                "a task cursor needs at least one task, got none: check data.train_split"
+            )
+        self._tasks = tasks
+        self._seed = seed
+        self._epoch = -1
+        self._order: list[int] = []
+
+    def indices_at(self, position: int, count: int) -> list[int]:
+        """The indices of the `count` tasks from `position` on."""
+        return [self._index(p) for p in range(position, position + count)]
+
+    def tasks_at(self, position: int, count: int) -> list[Task]:
+        return [self._tasks[index] for index in self.indices_at(position, count)]
+
+    def _index(self, position: int) -> int:
+        epoch, offset = divmod(position, len(self._tasks))
+        if epoch != self._epoch:
+            keys = np.random.Philox(key=[self._seed, epoch]).random_raw(len(self._tasks))
+            self._epoch, self._order = epoch, np.argsort(keys, kind="stable").tolist()
+        return self._order[offset]

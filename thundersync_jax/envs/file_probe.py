@@ -1,0 +1,203 @@
+"""`file_probe`: find the secret number in a file with a real tool.
+
+Every attempt gets a sandbox with the secret in a file and a shell function `probe N`, which reads
+that file, logs the guess and prints "higher", "lower" or "found". The policy speaks whole words
+("probe 3"), so that a model trained from scratch learns within minutes, while every turn is a real
+command in a real sandbox.
+
+The reward is recomputed from the tool's log and the task, after the agent has stopped: 1 - 0.5 k /
+max_turns for a secret found at turn k (from 0), else 0. Lognormal delays emulate slow tools and
+graders; their draws depend on the attempt's seed and the turn only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import math
+import random
+from collections.abc import Sequence
+
+from thundersync_jax.envs.base import Action, Attempt, Environment, Observation
+from thundersync_jax.sandbox.base import SandboxError, SandboxLease
+from thundersync_jax.trajectory import Task
+
+_COMMAND_TIMEOUT_S = 20.0
+_SECRET, _LOG = "secret", "probes"
+_TOOL = f"""probe() {{
+  local secret; read -r secret < ~/{_SECRET}; echo "$1" >> ~/{_LOG}
+  if (( $1 < secret )); then echo higher
+  elif (( $1 > secret )); then echo lower
+  else echo found; fi
+}}"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Delay:
+    """A lognormal waiting time of the given mean; a mean of 0 waits never."""
+
+    mean_s: float
+    sigma: float
+
+    def seconds(self, *seed: int) -> float:
+        if self.mean_s == 0:
+            return 0.0
+        mu = math.log(self.mean_s) - self.sigma**2 / 2
+        return random.Random(repr(seed)).lognormvariate(mu, self.sigma)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FileProbeSuite:
+    """See `file_probe`."""
+
+    num_values: int
+    max_turns: int
+    tool_delay: Delay
+    grade_delay: Delay
+    num_train_tasks: int
+    num_test_tasks: int
+    solved_reward: float = 0.5
+
+    @property
+    def vocabulary(self) -> tuple[str, ...]:
+        probes = (f"probe {value}" for value in range(self.num_values))
+        return ("<bos>", "<eos>", *probes, "higher", "lower", "error")
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        counts = {"train": self.num_train_tasks, "test": self.num_test_tasks}
+        if split not in counts:
+            raise ValueError(f"file_probe has no split {split!r}: expected one of {tuple(counts)}")
+        return [
+            probe_task(f"{split}-{i}", i % self.num_values, self.num_values)
+            for i in range(counts[split])
+        ]
+
+    def prompt(self, task: Task) -> str:
+        return "<bos>"
+
+    def make(self, attempt: Attempt) -> Environment:
+        return FileProbe(self, attempt)
+
+
+def file_probe(
+    num_values: int = 8,
+    max_turns: int = 10,
+    tool_delay_s: float = 0.0,
+    tool_delay_sigma: float = 1.0,
+    grade_delay_s: float = 0.0,
+    grade_delay_sigma: float = 1.0,
+    num_train_tasks: int = 128,
+    num_test_tasks: int = 64,
+) -> FileProbeSuite:
+    """The suite factory, for `env.factory`.
+
+    Args:
+      num_values: secrets are 0 .. num_values - 1, equally often.
+      max_turns: scales the reward; the agent's `rollout.max_turns` ends the attempt.
+      tool_delay_s, grade_delay_s: mean extra seconds of a tool call and of the grader; 0 for none.
+      tool_delay_sigma, grade_delay_sigma: of the logarithm: at 1, one call in a hundred takes six
+        times the mean.
+    """
+    for name, value, least in (
+        ("num_values", num_values, 2),
+        ("max_turns", max_turns, 1),
+        ("tool_delay_s", tool_delay_s, 0),
+        ("tool_delay_sigma", tool_delay_sigma, 0),
+        ("grade_delay_s", grade_delay_s, 0),
+        ("grade_delay_sigma", grade_delay_sigma, 0),
+        ("num_train_tasks", num_train_tasks, 1),
+        ("num_test_tasks", num_test_tasks, 1),
+    ):
+        if not value >= least:
+            raise ValueError(f"file_probe option {name} = {value!r}: expected at least {least}")
+    return FileProbeSuite(
+        num_values=num_values,
+        max_turns=max_turns,
+        tool_delay=Delay(mean_s=tool_delay_s, sigma=tool_delay_sigma),
+        grade_delay=Delay(mean_s=grade_delay_s, sigma=grade_delay_sigma),
+        num_train_tasks=num_train_tasks,
+        num_test_tasks=num_test_tasks,
+    )
+
+
+def probe_task(task_id: str, secret: int, num_values: int) -> Task:
+    """One task: the sandbox starts with the secret's file, and the grader knows the secret from the
+    metadata.
+    """
+    return Task(
+        task_id=task_id,
+        instruction=f"Find the number from 0 to {num_values - 1}: say 'probe N'.",
+        files={_SECRET: f"{secret}\n"},
+        metadata={"secret": secret},
+    )
+
+
+class FileProbe:
+    """One attempt."""
+
+    def __init__(self, suite: FileProbeSuite, attempt: Attempt) -> None:
+        self._suite = suite
+        self._attempt = attempt
+        self._lease: SandboxLease | None = None
+        self._turn = 0
+        self._probe_turns: list[int] = []  # the turn of each line of the tool's log
+
+    async def reset(self) -> None:
+        self._lease = await self._attempt.sandboxes.acquire(str(self._attempt.key))
+        for path, content in self._attempt.task.files.items():
+            await self._lease.write_file(path, content)
+        await self._lease.run(_TOOL, _COMMAND_TIMEOUT_S)
+
+    async def step(self, action: Action) -> Observation:
+        turn = self._turn
+        self._turn += 1
+        guess = self._guess(action)
+        if guess is None:
+            return Observation(text="error")
+        self._probe_turns.append(turn)
+        result = await self._sandbox.run(f"probe {guess}", _COMMAND_TIMEOUT_S)
+        await _wait(self._suite.tool_delay.seconds(self._attempt.seed, turn))
+        answer = result.output.strip()
+        if answer not in ("higher", "lower", "found"):
+            raise SandboxError(f"{self._attempt.key}: probe {guess} answered {result!r}")
+        return Observation(text=answer, is_done=answer == "found")
+
+    async def grade(self) -> float:
+        await _wait(self._suite.grade_delay.seconds(self._attempt.seed, -1))
+        if not self._probe_turns:
+            return 0.0
+        guesses = (await self._sandbox.read_file(_LOG)).decode().split()
+        if len(guesses) != len(self._probe_turns):
+            raise SandboxError(
+                f"{self._attempt.key}: the log holds {len(guesses)} probes, "
+                f"expected {len(self._probe_turns)}"
+            )
+        secret = str(self._attempt.task.metadata["secret"])
+        if secret not in guesses:
+            return 0.0
+        return 1.0 - 0.5 * self._probe_turns[guesses.index(secret)] / self._suite.max_turns
+
+    async def close(self) -> None:
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            await lease.release()
+
+    @property
+    def _sandbox(self) -> SandboxLease:
+        if self._lease is None:
+            raise SandboxError(f"{self._attempt.key}: the environment was not reset, or is closed")
+        return self._lease
+
+    def _guess(self, action: Action) -> int | None:
+        """The value of a valid call, else None."""
+        call = action.tool_call
+        if call is None or call.name != "probe" or len(call.arguments) != 1:
+            return None
+        word = call.arguments[0]
+        is_value = word.isascii() and word.isdigit() and int(word) < self._suite.num_values
+        return int(word) if is_value else None
+
+
+async def _wait(seconds: float) -> None:
+    if seconds > 0:
+        await asyncio.sleep(seconds)

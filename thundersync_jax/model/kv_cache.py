@@ -1,0 +1,57 @@
+"""`KVCache`: the keys and values of a set of rows; the index in a row is the absolute position.
+
+Writes outside a row are dropped, never clamped: clamped padding would overwrite a valid entry.
+"""
+
+from __future__ import annotations
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from thundersync_jax.model.presets import TransformerConfig
+
+
+@flax.struct.dataclass
+class KVCache:
+    """Attributes:
+    keys, values: [L, B, S, K, H] in the model's dtype; keys are rotated.
+    """
+
+    keys: jax.Array
+    values: jax.Array
+
+    @property
+    def num_rows(self) -> int:
+        return self.keys.shape[1]
+
+    @property
+    def length(self) -> int:
+        return self.keys.shape[2]
+
+    def write(
+        self,
+        layer: jax.Array,
+        rows: jax.Array,
+        positions: jax.Array,
+        keys: jax.Array,
+        values: jax.Array,
+    ) -> KVCache:
+        """Stores keys and values [B, T, K, H] of `layer` at (rows [B], positions [B, T])."""
+        # A negative index would count from the end.
+        inside = jnp.where(positions < 0, self.length, positions)
+        at = (layer, rows[:, None], inside)
+        return KVCache(
+            keys=self.keys.at[at].set(keys, mode="drop"),
+            values=self.values.at[at].set(values, mode="drop"),
+        )
+
+    def read(self, layer: jax.Array, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Keys and values of `layer` in `rows` [B], each [B, S, K, H]."""
+        return self.keys[layer, rows], self.values[layer, rows]
+
+
+def init_cache(config: TransformerConfig, num_rows: int, length: int) -> KVCache:
+    """An empty cache. Its owner knows how far each row is filled."""
+    shape = (config.num_layers, num_rows, length, config.num_kv_heads, config.head_dim)
+    return KVCache(keys=jnp.zeros(shape, config.dtype), values=jnp.zeros(shape, config.dtype))

@@ -1,0 +1,216 @@
+"""The decoder as pure functions of (config, params, ...): the part of `model` that others call.
+
+Invariants:
+  * Parameters outside this folder are a plain pytree of arrays; `logical_axes` has its structure.
+  * `forward` and `forward_cached` give the same hidden states for the same tokens, however the
+    tokens are cut into calls.
+  * Invalid tokens, and cache entries later than a query, have no effect on valid outputs.
+Called by the learner and its reference (`forward`) and by the serving engine (`forward_cached`).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from thundersync_jax.model.attention import Attention, causal_mask
+from thundersync_jax.model.kv_cache import KVCache
+from thundersync_jax.model.layers import (
+    RMSNorm,
+    SwiGLU,
+    at_least_float32,
+    fan_in_normal,
+    rotary_tables,
+)
+from thundersync_jax.model.presets import ModelError, TransformerConfig
+
+Params = dict[str, Any]
+
+# Logits of a new model have this standard deviation, so it starts near the uniform distribution.
+INITIAL_LOGIT_SCALE = 0.1
+# The size of what the first blocks of a small model add, so that neither drowns the other.
+UNTIED_EMBEDDING_STD = 0.3
+
+
+class Block(nn.Module):
+    """Attention and SwiGLU, each on a normed copy of the residual stream. Scanned over layers."""
+
+    config: TransformerConfig
+
+    @nn.compact
+    def __call__(
+        self,
+        carry: tuple[jax.Array, KVCache | None],
+        layer: jax.Array,
+        rotary: tuple[jax.Array, jax.Array],
+        mask: jax.Array,
+        rows: jax.Array,
+        positions: jax.Array,
+    ) -> tuple[tuple[jax.Array, KVCache | None], None]:
+        hidden, cache = carry
+        normed = RMSNorm(self.config, name="attention_norm")(hidden)
+        attention = Attention(self.config, name="attention")
+        attended, cache = attention(normed, rotary, mask, layer, rows, positions, cache)
+        hidden = hidden + attended
+        normed = RMSNorm(self.config, name="mlp_norm")(hidden)
+        hidden = hidden + SwiGLU(self.config, name="mlp")(normed)
+        return (hidden, cache), None
+
+
+class Transformer(nn.Module):
+    """Embedding, scanned blocks, final norm; declares the kernel that `output_kernel` reads."""
+
+    config: TransformerConfig
+
+    @nn.compact
+    def __call__(
+        self,
+        tokens: jax.Array,
+        positions: jax.Array,
+        mask: jax.Array,
+        rows: jax.Array,
+        cache: KVCache | None,
+    ) -> tuple[jax.Array, KVCache | None]:
+        c = self.config
+        hidden = jnp.take(self._embedding(), tokens, axis=0, mode="clip").astype(c.dtype)
+        rotary = rotary_tables(c, positions)
+        carry, layers = (hidden, cache), jnp.arange(c.num_layers)  # hidden [B, T, D]
+        (hidden, cache), _ = self._blocks()(carry, layers, rotary, mask, rows, positions)
+        if not c.tie_embeddings:
+            init = nn.with_logical_partitioning(
+                fan_in_normal(c.embed_dim, INITIAL_LOGIT_SCALE), ("embed", "vocab")
+            )
+            self.param("output_kernel", init, (c.embed_dim, c.vocab_size), c.param_dtype)
+        return RMSNorm(c, name="final_norm")(hidden), cache
+
+    def _embedding(self) -> Any:
+        c = self.config
+        tied_std = INITIAL_LOGIT_SCALE / math.sqrt(c.embed_dim)
+        normal = nn.initializers.normal(tied_std if c.tie_embeddings else UNTIED_EMBEDDING_STD)
+        init = nn.with_logical_partitioning(normal, ("vocab", "embed"))
+        return self.param("embedding", init, (c.vocab_size, c.embed_dim), c.param_dtype)
+
+    def _blocks(self) -> nn.Module:
+        """One block, its parameters with a leading `layers` axis, under the remat policy."""
+        block: Any = Block
+        if self.config.remat != "none":
+            policy: Callable[..., bool] | None = None
+            if self.config.remat == "dots":
+                policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+            # Inside a scan nothing can be shared with the forward pass: no barrier is needed.
+            block = nn.remat(block, policy=policy, prevent_cse=False)
+        scanned = nn.scan(
+            block,
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            in_axes=(0, nn.broadcast, nn.broadcast, nn.broadcast, nn.broadcast),
+            length=self.config.num_layers,
+            metadata_params={nn.PARTITION_NAME: "layers"},
+        )
+        return scanned(self.config, name="blocks")
+
+
+def init_params(config: TransformerConfig, seed: int | jax.Array) -> Params:
+    """Fresh parameters in `config.param_dtype`, determined by (config, seed).
+
+    May be called inside `jax.jit` with out_shardings to create each parameter where it lives.
+    """
+    return nn.unbox(_init_boxed(config, seed))
+
+
+def logical_axes(config: TransformerConfig) -> Params:
+    """The logical axis names of every parameter as a tuple, in the structure of the parameters."""
+    boxed = jax.eval_shape(functools.partial(_init_boxed, config), 0)
+    return jax.tree.map(
+        lambda box: tuple(box.names), boxed, is_leaf=lambda x: isinstance(x, nn.Partitioned)
+    )
+
+
+def abstract_params(config: TransformerConfig) -> Params:
+    """Shape and dtype of every parameter, without computing any."""
+    return jax.eval_shape(functools.partial(init_params, config), 0)
+
+
+def num_parameters(config: TransformerConfig) -> int:
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract_params(config)))
+
+
+def forward(
+    config: TransformerConfig,
+    params: Params,
+    tokens: jax.Array,
+    positions: jax.Array,
+    valid: jax.Array | None = None,
+) -> jax.Array:
+    """Hidden states after the final norm, [B, T, D] in `config.dtype`.
+
+    Args:
+      tokens, positions: int32 [B, T]. A token attends to those of its row whose position is not
+        later than its own.
+      valid: bool [B, T]; invalid tokens are not attended, their outputs are finite but meaningless.
+    """
+    _check_precision(config)
+    mask = causal_mask(positions, positions, valid)
+    rows = jnp.arange(tokens.shape[0])
+    hidden, _ = Transformer(config).apply({"params": params}, tokens, positions, mask, rows, None)
+    return hidden
+
+
+def forward_cached(
+    config: TransformerConfig,
+    params: Params,
+    tokens: jax.Array,
+    positions: jax.Array,
+    cache: KVCache,
+    rows: jax.Array | None = None,
+) -> tuple[jax.Array, KVCache]:
+    """Appends tokens to rows of the cache, in place where the cache is donated.
+
+    Args:
+      tokens, positions: int32 [B, T]; the position is the index in the row, and one outside [0, S)
+        marks padding.
+      rows: int32 [B], distinct: the cache row of each batch row, one at num_rows or more marks
+        padding. None: batch row b is cache row b.
+
+    Returns:
+      Hidden states after the final norm [B, T, D], and the cache.
+    """
+    _check_precision(config)
+    if rows is None:
+        rows = jnp.arange(tokens.shape[0])
+    mask = causal_mask(positions, jnp.arange(cache.length)[None], None)
+    model: Any = Transformer(config)
+    return model.apply({"params": params}, tokens, positions, mask, rows, cache)
+
+
+def output_kernel(config: TransformerConfig, params: Params) -> jax.Array:
+    """The kernel [D, V] from hidden states to logits: the transposed embedding when tied."""
+    return params["embedding"].T if config.tie_embeddings else params["output_kernel"]
+
+
+def logits(config: TransformerConfig, params: Params, hidden: jax.Array) -> jax.Array:
+    """Logits [..., V] of hidden states [..., D], in at least float32."""
+    kernel = output_kernel(config, params).astype(config.dtype)
+    return jnp.matmul(hidden, kernel, preferred_element_type=at_least_float32(config.dtype))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _init_boxed(config: TransformerConfig, seed: int | jax.Array) -> Params:
+    _check_precision(config)
+    token, row = jnp.zeros((1, 1), jnp.int32), jnp.zeros((1,), jnp.int32)
+    mask = jnp.ones((1, 1, 1), bool)
+    return Transformer(config).init(jax.random.key(seed), token, token, mask, row, None)["params"]
+
+
+def _check_precision(config: TransformerConfig) -> None:
+    if "float64" in (config.dtype, config.param_dtype) and not jax.config.read("jax_enable_x64"):
+        raise ModelError(
+            f"dtype = {config.dtype!r}, param_dtype = {config.param_dtype!r}: 64-bit JAX is off; "
+            "call jax.config.update('jax_enable_x64', True) first"
+        )

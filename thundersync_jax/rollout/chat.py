@@ -1,0 +1,96 @@
+"""Text to token ids and back, over the `tokenizers` library.
+
+Invariants:
+  * Text that the vocabulary cannot express raises, naming the text; nothing becomes an unknown
+    token.
+  * Only prompts and observations are encoded. What the policy sampled stays ids; its decoded text
+    is for parsers and people and never comes back here.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Sequence
+
+from tokenizers import Regex, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as TokenizersBackend
+
+BOS = "<bos>"
+EOS = "<eos>"
+_UNKNOWN = "<unknown>"
+
+
+class TokenizerError(ValueError):
+    """A vocabulary that cannot work, or text or ids outside it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tokenizer:
+    """A vocabulary with its two control tokens.
+
+    Attributes:
+      backend: what splits and looks up.
+      vocab_size: ids are 0 to vocab_size - 1.
+      bos_id: opens a prompt.
+      eos_id: ends a turn.
+      unknown_id: the id by which `backend` says that it does not know a text; None when it knows
+        all.
+    """
+
+    backend: TokenizersBackend
+    vocab_size: int
+    bos_id: int
+    eos_id: int
+    unknown_id: int | None = None
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """The ids of `text`, nothing added; raises TokenizerError naming what is unknown."""
+        encoding = self.backend.encode(text, add_special_tokens=False)
+        if self.unknown_id in encoding.ids:
+            start, end = encoding.offsets[encoding.ids.index(self.unknown_id)]
+            raise TokenizerError(
+                f"{text[start:end]!r} is not one of the {self.vocab_size} words of the vocabulary: "
+                "prompts and observations must be written in them"
+            )
+        return tuple(encoding.ids)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of `token_ids`, control tokens included."""
+        outside = [i for i in token_ids if not 0 <= i < self.vocab_size]
+        if outside:
+            raise TokenizerError(
+                f"token ids {outside[:4]} are not below vocab_size = {self.vocab_size}: "
+                "the model's vocabulary is larger than its tokenizer's"
+            )
+        return self.backend.decode(list(token_ids), skip_special_tokens=False)
+
+
+def word_tokenizer(vocabulary: Sequence[str]) -> Tokenizer:
+    """One token for each word of `vocabulary`; in text every word stands on its own line.
+
+    Decoded text ends with a newline, so that the texts of consecutive pieces may be joined.
+    """
+    duplicates = [word for word, count in collections.Counter(vocabulary).items() if count > 1]
+    if duplicates:
+        raise TokenizerError(f"words of a vocabulary must differ, got {duplicates[:4]} twice")
+    broken = [word for word in vocabulary if not word or "\n" in word or word == _UNKNOWN]
+    if broken:
+        raise TokenizerError(
+            f"words must be non-empty, without newlines, other than {_UNKNOWN!r}: got {broken[:4]}"
+        )
+    if tuple(vocabulary[:2]) != (BOS, EOS):
+        raise TokenizerError(
+            f"a vocabulary begins with {BOS!r} and {EOS!r}, got {list(vocabulary[:2])}"
+        )
+    ids = {word: i for i, word in enumerate((*vocabulary, _UNKNOWN))}
+    backend = TokenizersBackend(models.WordLevel(ids, unk_token=_UNKNOWN))
+    backend.pre_tokenizer = pre_tokenizers.Split("\n", "removed")
+    backend.decoder = decoders.Replace(Regex("$"), "\n")
+    return Tokenizer(
+        backend=backend,
+        vocab_size=len(vocabulary),
+        bos_id=ids[BOS],
+        eos_id=ids[EOS],
+        unknown_id=ids[_UNKNOWN],
+    )

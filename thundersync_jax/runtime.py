@@ -1,0 +1,161 @@
+"""Puts a run together: configuration in, connected parts out. Shared by the mains.
+
+Cheap checks come first, so that a mistake in a configuration is reported before anything is
+compiled or started.
+Constructors only: `Trainer` starts and closes what is made here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from thundersync_jax.config import ConfigError, EnvSection, RunConfig, SamplingSection, check
+from thundersync_jax.envs.base import EnvironmentSuite
+from thundersync_jax.envs.data import load_tasks
+from thundersync_jax.learner.learner import Learner
+from thundersync_jax.model.presets import TransformerConfig, preset
+from thundersync_jax.model.transformer import init_params
+from thundersync_jax.rollout.agent import derive_seed
+from thundersync_jax.rollout.chat import Tokenizer, word_tokenizer
+from thundersync_jax.rollout.rollout import RolloutRunner
+from thundersync_jax.sandbox.base import SandboxPool
+from thundersync_jax.sandbox.selection import make_pool
+from thundersync_jax.serving.engine import PolicyEngine
+from thundersync_jax.serving.worker import ServingWorker
+from thundersync_jax.trajectory import Task
+from thundersync_jax.workdir import WorkDirectory
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Runtime:
+    """The parts of one run, not started yet."""
+
+    config: RunConfig
+    workdir: WorkDirectory
+    model: TransformerConfig
+    suite: EnvironmentSuite
+    tokenizer: Tokenizer
+    train_tasks: Sequence[Task]
+    eval_tasks: Sequence[Task]
+    learner: Learner
+    worker: ServingWorker
+    sandboxes: SandboxPool
+
+    def prompt_ids(self, task: Task) -> tuple[int, ...]:
+        return self.tokenizer.encode(self.suite.prompt(task))
+
+    def runner(self, sampling: SamplingSection, *, purpose: int) -> RolloutRunner:
+        """Runs attempts; runners of different `purpose` draw independently."""
+        return RolloutRunner(
+            client=self.worker,
+            suite=self.suite,
+            tokenizer=self.tokenizer,
+            sandboxes=self.sandboxes,
+            limits=self.config.rollout,
+            sampling=sampling,
+            run_seed=derive_seed(self.config.run.seed, purpose),
+            max_context=self.config.model.max_context,
+        )
+
+
+def build(config: RunConfig, workdir: WorkDirectory) -> Runtime:
+    """Makes every part; raises ConfigError and the parts' own errors for what cannot work."""
+    suite = load_suite(config.env)
+    tokenizer = word_tokenizer(suite.vocabulary)
+    model = make_model(config, tokenizer)
+    train_tasks = _tasks(config, suite, workdir, config.data.train_split)
+    eval_tasks = (
+        _tasks(config, suite, workdir, config.data.eval_split)[: config.evaluation.num_tasks]
+        if config.evaluation.every_steps
+        else ()
+    )
+    for task in (*train_tasks, *eval_tasks):
+        _check_prompt(task, tokenizer.encode(suite.prompt(task)), config.model.max_context)
+    learner = Learner(
+        config.learner,
+        config.optimizer,
+        model,
+        init_params(model, config.run.seed),
+        temperature=config.sampling.temperature,
+        logprob_chunk=config.model.logprob_chunk,
+    )
+    engine = PolicyEngine(model, config.serving, config.model.max_context)
+    return Runtime(
+        config=config,
+        workdir=workdir,
+        model=model,
+        suite=suite,
+        tokenizer=tokenizer,
+        train_tasks=train_tasks,
+        eval_tasks=eval_tasks,
+        learner=learner,
+        worker=ServingWorker(engine),
+        sandboxes=make_pool(config.sandbox),
+    )
+
+
+def load_suite(env: EnvSection) -> EnvironmentSuite:
+    """Imports and calls `env.factory` with `env.options`."""
+    factory = _import(env.factory, "env.factory")
+    try:
+        return factory(**env.options)
+    except TypeError as error:
+        raise ConfigError(
+            f"config.env.options = {dict(env.options)!r} do not suit {env.factory}: {error}"
+        ) from error
+
+
+def make_model(config: RunConfig, tokenizer: Tokenizer) -> TransformerConfig:
+    """The configured preset, with the tokenizer's vocabulary where none is given."""
+    section = config.model
+    model = preset(
+        section.preset,
+        vocab_size=section.vocab_size or tokenizer.vocab_size,
+        dtype=section.dtype,
+        remat=section.remat,
+    )
+    check(
+        model.vocab_size >= tokenizer.vocab_size,
+        "model.vocab_size",
+        model.vocab_size,
+        f"at least the {tokenizer.vocab_size} words of the environment's vocabulary",
+    )
+    return model
+
+
+def _tasks(
+    config: RunConfig, suite: EnvironmentSuite, workdir: WorkDirectory, split: str
+) -> Sequence[Task]:
+    if config.data.builder:
+        return load_tasks(
+            config.data.builder, dict(config.data.options), split, data_dir=workdir.data
+        )
+    tasks = suite.tasks(split)
+    check(len(tasks) > 0, "data.train_split", split, "a split with at least one task")
+    return tasks
+
+
+def _check_prompt(task: Task, prompt_ids: Sequence[int], max_context: int) -> None:
+    if not 1 <= len(prompt_ids) < max_context:
+        raise ConfigError(
+            f"task {task.task_id!r} has a prompt of {len(prompt_ids)} tokens: expected 1 to "
+            f"{max_context - 1}, so that one more fits config.model.max_context = {max_context}. "
+            "Shorten the prompt or raise model.max_context, learner.buckets with it"
+        )
+
+
+def _import(name: str, key: str) -> Callable[..., Any]:
+    module_name, _, attribute = name.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"config.{key} = {name!r}: {error}. Modules are looked up from the current directory "
+            "and the installed packages"
+        ) from error
+    if not hasattr(module, attribute):
+        raise ConfigError(f"config.{key} = {name!r}: module {module_name} has no {attribute!r}")
+    return getattr(module, attribute)

@@ -1,0 +1,70 @@
+"""python -m thundersync_jax.train --config=configs/NAME.py --workdir=DIR [--config.KEY=VALUE ...]
+
+Trains, or resumes, the run in DIR. Ctrl-C finishes the step and saves; a second Ctrl-C abandons it.
+Exit status: 0 when all steps are done, 130 when interrupted, 1 when the run stopped itself, 2 for
+bad input.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from absl import app, flags
+from ml_collections import config_flags
+
+from thundersync_jax.command_line import run_main
+from thundersync_jax.config import resolve
+
+if TYPE_CHECKING:
+    from thundersync_jax.trainer import Trainer
+
+_CONFIG = config_flags.DEFINE_config_file("config", None, "An experiment: a file of configs/.")
+_WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run: new, or one to resume.")
+
+INTERRUPTED = 130  # the shell's exit status for Ctrl-C
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the trainer; returns the exit status."""
+    if len(argv) > 1 or _CONFIG.value is None or _WORKDIR.value is None:
+        raise app.UsageError("give --config=configs/NAME.py --workdir=DIR [--config.KEY=VALUE ...]")
+    config = resolve(_CONFIG.value)
+
+    # Imported late: a mistake in the configuration is reported without waiting for jax.
+    from thundersync_jax.learner.compilation import enable_persistent_cache
+    from thundersync_jax.runtime import build
+    from thundersync_jax.trainer import Trainer
+    from thundersync_jax.viewing.progress import Progress
+    from thundersync_jax.workdir import WorkDirectory
+
+    workdir = WorkDirectory(Path(_WORKDIR.value))
+    workdir.open(config)
+    enable_persistent_cache(workdir.compile_cache)
+    with Progress(config.run.progress, num_steps=config.run.num_steps) as progress:
+        trainer = Trainer(build(config, workdir), progress)
+        stop_reason = asyncio.run(_run(trainer))
+    if stop_reason is None:
+        return 0
+    print(f"stopped: {stop_reason}", file=sys.stderr)
+    return INTERRUPTED if trainer.is_interrupted else 1
+
+
+async def _run(trainer: Trainer) -> str | None:
+    """Runs with Ctrl-C and SIGTERM as interruptions."""
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, trainer.interrupt)
+    try:
+        return await trainer.run()
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,290 @@
+"""`Trainer`: runs the train steps of one work directory, from where it stands to the last.
+
+A step is: roll out and stream (coordinator) -> commit the trajectories' file -> update -> publish
+  -> metrics line ->
+checkpoint when due. A resumed run loads the newest checkpoint, replays the committed steps after it
+(gradients, no rollouts) and goes on: every committed trajectory is trained on exactly once,
+whenever the process was killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import time
+from collections.abc import AsyncIterator, Sequence
+
+import jax
+
+from thundersync_jax.coordinator.coordinator import Coordinator, StepAbandoned
+from thundersync_jax.coordinator.journal import Journal
+from thundersync_jax.coordinator.step_run import StepResult, TrajectoryRecord
+from thundersync_jax.envs.data import TaskCursor
+from thundersync_jax.learner.checkpoint import Checkpointer, RunPosition
+from thundersync_jax.learner.compilation import CompileCounter
+from thundersync_jax.metrics import JsonlWriter, read_jsonl
+from thundersync_jax.replay import replay_step
+from thundersync_jax.runtime import Runtime
+from thundersync_jax.step_metrics import replayed_line, step_line
+from thundersync_jax.trajectory import TrajectoryKey, Verdict
+from thundersync_jax.trajectory_log import LoggedTrajectory, read_step, step_path, write_step
+from thundersync_jax.transport.messages import WorkItem
+from thundersync_jax.viewing.progress import Progress
+from thundersync_jax.viewing.timeline import Timeline
+
+TRAINING, EVALUATION = 0, 1  # purposes of draws
+
+
+class Trainer:
+    """Owns the loop. `run` starts the parts and closes them again."""
+
+    def __init__(self, runtime: Runtime, progress: Progress) -> None:
+        self._runtime = runtime
+        self._config = runtime.config
+        self._progress = progress
+        workdir = runtime.workdir
+        self._checkpoints = Checkpointer(
+            workdir.checkpoints, keep_last=self._config.checkpoint.keep_last
+        )
+        self._cursor = TaskCursor(runtime.train_tasks, seed=self._config.run.seed)
+        self._metrics = JsonlWriter(workdir.metrics)
+        self._evaluations = JsonlWriter(workdir.evaluation)
+        self._timeline = Timeline(workdir.timeline)
+        self._compiles = CompileCounter()
+        self._position = RunPosition()
+        self._last_reward = -math.inf
+        self._coordinator: Coordinator | None = None
+        self.is_interrupted = False
+
+    def interrupt(self) -> None:
+        """First call: finish the running step and stop. Second call: abandon it."""
+        self.is_interrupted = True
+        if self._coordinator is None:
+            raise KeyboardInterrupt
+        if self._coordinator.stop_reason is None:
+            self._coordinator.request_stop("interrupted")
+            self._progress.message("interrupted: finishing the step; once more abandons it")
+        else:
+            self._coordinator.abandon("interrupted twice")
+
+    async def run(self) -> str | None:
+        """Runs to the last step. Returns why it stopped before, or None."""
+        async with self._started() as coordinator:
+            while self._position.num_steps < self._config.run.num_steps:
+                if coordinator.stop_reason is not None:
+                    break
+                try:
+                    await self._step(coordinator)
+                except StepAbandoned as error:
+                    self._progress.message(f"{error}; the same command resumes at this step")
+                    return str(error)
+            await self._save()
+            return coordinator.stop_reason
+
+    # -- start and end --------------------------------------------------------------------------
+
+    @contextlib.asynccontextmanager
+    async def _started(self) -> AsyncIterator[Coordinator]:
+        runtime = self._runtime
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._checkpoints.close)
+            stack.callback(self._metrics.close)
+            stack.callback(self._evaluations.close)
+            began_s = time.monotonic()
+            self._progress.status("compiling")
+            num_programs = runtime.learner.warm_up()
+            self._restore()
+            runtime.worker.start()
+            stack.callback(runtime.worker.close)
+            self._publish_now()
+            self._compiles.start()
+            stack.callback(self._compiles.close)
+            self._progress.message(
+                f"ready in {time.monotonic() - began_s:.1f} s: {num_programs} learner programs, "
+                f"at step {self._position.num_steps} of {self._config.run.num_steps}"
+            )
+            journal = Journal(runtime.workdir.events, time.monotonic)
+            journal.start()
+            stack.callback(journal.close)
+            coordinator = self._coordinator = self._make_coordinator(journal)
+            coordinator.start()
+            try:
+                yield coordinator
+            finally:
+                await coordinator.close()
+                await runtime.sandboxes.close()
+                self._timeline.write()
+
+    def _make_coordinator(self, journal: Journal) -> Coordinator:
+        learner = self._runtime.learner
+        return Coordinator(
+            run=self._config.run,
+            learner=learner,
+            attempts=self._runtime.runner(self._config.sampling, purpose=TRAINING).run,
+            publish=self._publish,
+            commit=self._commit,
+            journal=journal,
+            policy_version=learner.state.policy_version,
+            empty_steps=self._position.num_empty_steps,
+        )
+
+    def _restore(self) -> None:
+        """Loads the newest checkpoint and replays the committed steps after it."""
+        learner, workdir = self._runtime.learner, self._runtime.workdir
+        newest = self._checkpoints.latest()
+        if newest is not None:
+            learner.state, self._position = self._checkpoints.restore(learner.state, newest)
+            self._progress.message(f"resumed from the checkpoint of step {newest}")
+        logged = {line["step"] for line in read_jsonl(workdir.metrics)}
+        first = self._position.num_steps
+        while step_path(workdir.trajectories, self._position.num_steps).exists():
+            step = self._position.num_steps
+            trajectories = read_step(workdir.trajectories, step)
+            report = replay_step(learner, trajectories)
+            learner.take_work_log()
+            rewards = [t.verdict.reward for t in trajectories if t.verdict.reward is not None]
+            self._advance(report.num_groups, report.is_empty, report.reward_mean)
+            if step not in logged:
+                line = replayed_line(
+                    step, report, rewards, solved_reward=self._runtime.suite.solved_reward
+                )
+                self._metrics.write(line)
+        if self._position.num_steps > first:
+            self._progress.message(f"replayed steps {first} to {self._position.num_steps - 1}")
+            self._save_now()
+
+    # -- one step -------------------------------------------------------------------------------
+
+    async def _step(self, coordinator: Coordinator) -> None:
+        config, step = self._config, self._position.num_steps
+        self._profile(step)
+        tasks = self._cursor.tasks_at(self._position.task_position, config.run.groups_per_step)
+        prompts = [self._runtime.prompt_ids(task) for task in tasks]
+        self._progress.status(f"rolling out {len(tasks) * config.run.group_size} trajectories")
+        compiles_before = self._compiles.count
+        try:
+            result = await coordinator.run_step(step, tasks, prompts)
+        except StepAbandoned:
+            await coordinator.call_learner(self._runtime.learner.abandon)
+            raise
+        work = await coordinator.call_learner(self._runtime.learner.take_work_log)
+        line = step_line(
+            result,
+            work,
+            solved_reward=self._runtime.suite.solved_reward,
+            compiles=self._compiles.count - compiles_before,
+        )
+        self._metrics.write(line)
+        self._progress.step(line)
+        self._add_to_timeline(result, work)
+        self._advance(len(tasks), result.report.is_empty, result.report.reward_mean)
+        if self._position.num_steps % config.checkpoint.every_steps == 0:
+            await self._save()
+        every = config.evaluation.every_steps
+        if every and self._position.num_steps % every == 0:
+            await self._evaluate()
+
+    def _commit(self, records: Sequence[TrajectoryRecord]) -> None:
+        """Makes the step's trajectories durable before they change the weights."""
+        step = records[0].key.step
+        write_step(
+            self._runtime.workdir.trajectories,
+            step,
+            [
+                LoggedTrajectory(
+                    key=r.key,
+                    task_id=r.task_id,
+                    prompt_ids=r.prompt_ids,
+                    rollout=r.rollout,
+                    verdict=r.verdict,
+                    dispatched_s=r.dispatched_s,
+                    content_s=r.content_s,
+                    terminal_s=r.terminal_s,
+                )
+                for r in records
+            ],
+        )
+
+    async def _publish(self, version: int) -> None:
+        await asyncio.to_thread(self._publish_now)
+
+    def _publish_now(self) -> None:
+        state = self._runtime.learner.state
+        self._runtime.worker.publish(state.params, state.policy_version)
+
+    def _advance(self, num_tasks: int, is_empty: bool, reward: float) -> None:
+        self._position = RunPosition(
+            num_steps=self._position.num_steps + 1,
+            task_position=self._position.task_position + num_tasks,
+            num_empty_steps=self._position.num_empty_steps + 1 if is_empty else 0,
+        )
+        self._last_reward = -math.inf if math.isnan(reward) else reward
+
+    async def _save(self) -> None:
+        assert self._coordinator is not None
+        await self._coordinator.call_learner(self._save_now)
+        self._timeline.write()
+
+    def _save_now(self) -> None:
+        if self._position.num_steps not in (0, self._checkpoints.latest()):
+            self._checkpoints.save(
+                self._runtime.learner.state, self._position, reward=self._last_reward
+            )
+
+    async def _evaluate(self) -> None:
+        """Attempts the held-out tasks once each; a line in evaluation.jsonl."""
+        runtime = self._runtime
+        self._progress.status(f"evaluating {len(runtime.eval_tasks)} tasks")
+        runner = runtime.runner(self._config.evaluation.sampling, purpose=EVALUATION)
+        began_s = time.monotonic()
+        verdicts: list[Verdict] = await asyncio.gather(
+            *(
+                runner.run(
+                    TrajectoryKey(step=self._position.num_steps, group=number, index=0),
+                    task,
+                    runtime.prompt_ids(task),
+                    lambda rollout: None,
+                )
+                for number, task in enumerate(runtime.eval_tasks)
+            )
+        )
+        rewards = [v.reward for v in verdicts if v.reward is not None]
+        solved = sum(r >= runtime.suite.solved_reward for r in rewards)
+        line = {
+            "step": self._position.num_steps,
+            "policy_version": runtime.learner.state.policy_version,
+            "reward_mean": sum(rewards) / len(rewards) if rewards else None,
+            "solved": solved / len(rewards) if rewards else None,
+            "num_tasks": len(verdicts),
+            "num_failed": len(verdicts) - len(rewards),
+            "evaluation_s": time.monotonic() - began_s,
+        }
+        self._evaluations.write(line)
+        self._progress.message(
+            f"held out, after step {line['step']}: solved {solved} of {len(verdicts)}, "
+            f"{line['num_failed']} failed"
+        )
+
+    def _add_to_timeline(self, result: StepResult, work: Sequence[WorkItem]) -> None:
+        ended_s = result.updated_s if result.published_s is None else result.published_s
+        self._timeline.add_step(
+            step=result.step,
+            opened_s=result.opened_s,
+            last_reward_s=result.last_reward_s,
+            ended_s=ended_s,
+            turns=[
+                (record.key, record.rollout.turns, record.terminal_s)
+                for record in result.records
+                if record.rollout is not None
+            ],
+            work=work,
+        )
+
+    def _profile(self, step: int) -> None:
+        """Starts and ends the jax.profiler trace of `run.profile_steps`."""
+        steps = self._config.run.profile_range
+        if steps and step == steps.start:
+            jax.profiler.start_trace(str(self._runtime.workdir.profile))
+        if steps and step == steps.stop:
+            jax.profiler.stop_trace()
