@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1] / "thundersync_jax"
 FILES = sorted(ROOT.rglob("*.py"))
 
 LAYERS = {
-    0: {"trajectory", "config", "metrics", "trajectory_log", "workdir", "command_line"},
+    0: {"errors", "trajectory", "config", "metrics", "trajectory_log", "workdir", "command_line"},
     1: {"sharding", "model", "losses", "transport"},
     2: {
         "learner", "serving", "coordinator", "rollout", "envs", "sandbox", "cluster", "viewing",
@@ -23,8 +23,6 @@ MAINS = 3
 
 # Between folders of one layer: protocols, and environments that run tools.
 ALLOWED = {("rollout", "envs"), ("envs", "sandbox"), ("benchmarks", "learner")}
-# command_line lists the errors of all parts, inside a function.
-LATE_IMPORTS = {"command_line"}
 
 ONLY_IN = {
     "jetstream": {"serving/jetstream_compat.py"},
@@ -55,8 +53,6 @@ def imports_of(path: Path) -> set[str]:
 def test_imports_point_downward(path: Path):
     part = part_of(path)
     layer = LAYER.get(part, MAINS)
-    if part in LATE_IMPORTS:
-        return
     for name in imports_of(path):
         pieces = name.split(".")
         if pieces[0] != "thundersync_jax" or len(pieces) < 2 or pieces[1].startswith("__"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from serving_cases import (
 )
 
 from thundersync_jax.model import transformer
+from thundersync_jax.serving import decode_state as programs
 from thundersync_jax.serving import jetstream_compat
 from thundersync_jax.serving.decode_state import DecodeState
 from thundersync_jax.serving.engine import PolicyEngine, PrefillInput
@@ -208,6 +210,18 @@ def test_nothing_compiles_after_the_warm_up() -> None:
         assert compiled  # the listener would have heard
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_the_cache_is_updated_in_place() -> None:
+    """A step that copied the whole cache would be bound by that copy at any real size."""
+    config = dataclasses.replace(CONFIG, num_layers=8)
+    state = jax.eval_shape(lambda: programs.empty_state(config, 4, 2048))
+    step = functools.partial(programs.generate, config, 2)
+    weights = transformer.abstract_params(config)
+    memory = jax.jit(step, donate_argnums=1).lower(weights, state).compile().memory_analysis()
+    cache_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.cache))
+    assert memory.alias_size_in_bytes >= cache_bytes
+    assert memory.temp_size_in_bytes < cache_bytes / 2
 
 
 def test_the_engines_weights_survive_the_learners_donation() -> None:

@@ -128,7 +128,7 @@ class SlotMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule()
     def run_to_the_end(self) -> None:
-        """No slot is lost: a turn waits only while every slot is held by a session between turns."""
+        """A turn waits only while every slot is held by a session between turns: none is lost."""
         for _ in range(200):
             if not self.running:
                 return

@@ -13,7 +13,11 @@ import sys
 import textwrap
 from collections.abc import Callable, Sequence
 
-from absl import app, flags
+from absl import app, flags, logging
+from ml_collections import ConfigDict
+
+from thundersync_jax.config import ConfigError
+from thundersync_jax.errors import UserError
 
 USER_ERROR = 2
 
@@ -23,13 +27,22 @@ def run_main(main: Callable[[Sequence[str]], int]) -> None:
     sys.path.insert(0, os.getcwd())  # env.factory and data.builder may be the user's own modules
 
     def guarded(argv: Sequence[str]) -> int:
+        logging.set_verbosity(logging.WARNING)  # absl makes libraries chatty
         try:
             return main(argv)
-        except _user_errors() as error:
+        except UserError as error:
             print(f"error: {error}", file=sys.stderr)
             return USER_ERROR
 
     app.run(guarded, flags_parser=_parse_flags)
+
+
+def load_config(flag: flags.FlagHolder) -> ConfigDict:
+    """The ConfigDict of a `--config` flag; raises ConfigError when its file cannot be loaded."""
+    try:
+        return flag.value
+    except OSError as error:  # ml_collections reports a file that failed to load when it is read
+        raise ConfigError(f"--config: {' '.join(str(error).split())}") from None
 
 
 def _parse_flags(argv: list[str]) -> list[str]:
@@ -46,26 +59,3 @@ def _parse_flags(argv: list[str]) -> list[str]:
             text = f"config has no key {key[1]!r}"
         print(f"error: {textwrap.shorten(text, 400)}", file=sys.stderr)
         sys.exit(USER_ERROR)
-
-
-def _user_errors() -> tuple[type[Exception], ...]:
-    """The errors that a user can cause and mend. Called only when something was raised."""
-    from thundersync_jax.config import ConfigError
-    from thundersync_jax.envs.data import DataError
-    from thundersync_jax.learner.checkpoint import CheckpointError
-    from thundersync_jax.model.presets import ModelError
-    from thundersync_jax.rollout.chat import TokenizerError
-    from thundersync_jax.sandbox.base import SandboxError
-    from thundersync_jax.serving.jetstream_compat import JetStreamMissingError
-    from thundersync_jax.trajectory_log import TrajectoryLogError
-
-    return (
-        ConfigError,
-        DataError,
-        CheckpointError,
-        ModelError,
-        TokenizerError,
-        SandboxError,
-        JetStreamMissingError,
-        TrajectoryLogError,
-    )

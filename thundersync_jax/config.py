@@ -18,8 +18,10 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from thundersync_jax.errors import UserError
 
-class ConfigError(ValueError):
+
+class ConfigError(UserError, ValueError):
     """A configuration that cannot run: names the key, its value, what was expected and what to do."""
 
 

@@ -2,7 +2,7 @@
 
 Cheap checks come first, so that a mistake in a configuration is reported before anything is
 compiled or started.
-Constructors only: `Trainer` starts and closes what is made here.
+Nothing is started here but the sandbox back-ends' self-tests: `Trainer` starts and closes the parts.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from thundersync_jax.model.transformer import init_params
 from thundersync_jax.rollout.agent import derive_seed
 from thundersync_jax.rollout.chat import Tokenizer, word_tokenizer
 from thundersync_jax.rollout.rollout import RolloutRunner
-from thundersync_jax.sandbox.base import SandboxPool
-from thundersync_jax.sandbox.selection import make_pool
+from thundersync_jax.sandbox.base import SandboxPool, SelfTestReport
+from thundersync_jax.sandbox.selection import open_pool
 from thundersync_jax.serving.engine import PolicyEngine
 from thundersync_jax.serving.worker import ServingWorker
 from thundersync_jax.trajectory import Task
@@ -43,6 +43,7 @@ class Runtime:
     learner: Learner
     worker: ServingWorker
     sandboxes: SandboxPool
+    sandbox_report: SelfTestReport
 
     def prompt_ids(self, task: Task) -> tuple[int, ...]:
         return self.tokenizer.encode(self.suite.prompt(task))
@@ -61,7 +62,7 @@ class Runtime:
         )
 
 
-def build(config: RunConfig, workdir: WorkDirectory) -> Runtime:
+async def build(config: RunConfig, workdir: WorkDirectory) -> Runtime:
     """Makes every part; raises ConfigError and the parts' own errors for what cannot work."""
     suite = load_suite(config.env)
     tokenizer = word_tokenizer(suite.vocabulary)
@@ -74,6 +75,7 @@ def build(config: RunConfig, workdir: WorkDirectory) -> Runtime:
     )
     for task in (*train_tasks, *eval_tasks):
         _check_prompt(task, tokenizer.encode(suite.prompt(task)), config.model.max_context)
+    sandboxes, sandbox_report = await open_pool(config.sandbox)
     learner = Learner(
         config.learner,
         config.optimizer,
@@ -93,7 +95,8 @@ def build(config: RunConfig, workdir: WorkDirectory) -> Runtime:
         eval_tasks=eval_tasks,
         learner=learner,
         worker=ServingWorker(engine),
-        sandboxes=make_pool(config.sandbox),
+        sandboxes=sandboxes,
+        sandbox_report=sandbox_report,
     )
 
 
@@ -102,7 +105,7 @@ def load_suite(env: EnvSection) -> EnvironmentSuite:
     factory = _import(env.factory, "env.factory")
     try:
         return factory(**env.options)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise ConfigError(
             f"config.env.options = {dict(env.options)!r} do not suit {env.factory}: {error}"
         ) from error
@@ -131,7 +134,7 @@ def _tasks(
 ) -> Sequence[Task]:
     if config.data.builder:
         return load_tasks(
-            config.data.builder, dict(config.data.options), split, data_dir=workdir.data
+            config.data.builder, options=config.data.options, split=split, data_dir=workdir.data
         )
     tasks = suite.tasks(split)
     check(len(tasks) > 0, "data.train_split", split, "a split with at least one task")

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from absl import app, flags
 from ml_collections import config_flags
 
-from thundersync_jax.command_line import run_main
+from thundersync_jax.command_line import load_config, run_main
 from thundersync_jax.config import resolve
 
 if TYPE_CHECKING:
@@ -31,9 +31,9 @@ INTERRUPTED = 130  # the shell's exit status for Ctrl-C
 
 def main(argv: Sequence[str]) -> int:
     """Runs the trainer; returns the exit status."""
-    if len(argv) > 1 or _CONFIG.value is None or _WORKDIR.value is None:
+    if len(argv) > 1 or not _CONFIG.present or _WORKDIR.value is None:
         raise app.UsageError("give --config=configs/NAME.py --workdir=DIR [--config.KEY=VALUE ...]")
-    config = resolve(_CONFIG.value)
+    config = resolve(load_config(_CONFIG))
 
     # Imported late: a mistake in the configuration is reported without waiting for jax.
     from thundersync_jax.learner.compilation import enable_persistent_cache
@@ -45,17 +45,22 @@ def main(argv: Sequence[str]) -> int:
     workdir = WorkDirectory(Path(_WORKDIR.value))
     workdir.open(config)
     enable_persistent_cache(workdir.compile_cache)
-    with Progress(config.run.progress, num_steps=config.run.num_steps) as progress:
-        trainer = Trainer(build(config, workdir), progress)
-        stop_reason = asyncio.run(_run(trainer))
+
+    async def train() -> tuple[str | None, bool]:
+        runtime = await build(config, workdir)
+        with Progress(config.run.progress, num_steps=config.run.num_steps) as progress:
+            trainer = Trainer(runtime, progress)
+            return await run_interruptibly(trainer), trainer.is_interrupted
+
+    stop_reason, is_interrupted = asyncio.run(train())
     if stop_reason is None:
         return 0
     print(f"stopped: {stop_reason}", file=sys.stderr)
-    return INTERRUPTED if trainer.is_interrupted else 1
+    return INTERRUPTED if is_interrupted else 1
 
 
-async def _run(trainer: Trainer) -> str | None:
-    """Runs with Ctrl-C and SIGTERM as interruptions."""
+async def run_interruptibly(trainer: Trainer) -> str | None:
+    """Runs with Ctrl-C and SIGTERM as interruptions; returns why it stopped early, or None."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, trainer.interrupt)

@@ -15,11 +15,12 @@ from typing import Any
 
 import numpy as np
 
+from thundersync_jax.errors import UserError
 from thundersync_jax.metrics import read_jsonl, write_jsonl_atomically
 from thundersync_jax.trajectory import Rollout, TrajectoryKey, TrajectoryTokens, Turn, Verdict
 
 
-class TrajectoryLogError(ValueError):
+class TrajectoryLogError(UserError, ValueError):
     """A file of trajectories that cannot be read: which, why, and what to do."""
 
 

@@ -17,10 +17,11 @@ import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
+from thundersync_jax.errors import UserError
 from thundersync_jax.learner.train_state import TrainState
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(UserError, RuntimeError):
     """A checkpoint that cannot be read or written: which, why, and what to do."""
 
 

@@ -1,6 +1,7 @@
 """Group moments of rewards and the scalar coefficients that follow from them.
 
-Everything here runs on the host in float64, in index order, so that it does not depend on arrival order. Failed
+Everything here runs on the host in float64, in index order, so that it does not depend on arrival
+order. Failed
 attempts are absent: they have no reward (LESSONS 10).
 """
 
@@ -20,10 +21,10 @@ class GroupMoments:
 
     Attributes:
       mean: of the group's rewards.
-      scale: population standard deviation + EPS for "grpo" (Shao et al. 2024, arXiv 2402.03300), 1 for "dr_grpo"
-        (Liu et al. 2025, arXiv 2503.20783).
-      is_zero_variance: min == max, decided on the rewards themselves: every advantage is exactly 0. Arithmetic would
-        leave a residual.
+      scale: population standard deviation + EPS for "grpo" (Shao et al. 2024, arXiv 2402.03300), 1
+        for "dr_grpo" (Liu et al. 2025, arXiv 2503.20783).
+      is_zero_variance: min == max, decided on the rewards themselves: every advantage is exactly 0.
+        Arithmetic would leave a residual.
     """
 
     mean: float
@@ -41,7 +42,8 @@ class GroupMoments:
 
 
 def group_moments(rewards: Sequence[float], kind: str) -> GroupMoments:
-    """Moments of the rewards that a group got, in index order; a group without any is of zero variance.
+    """Moments of the rewards that a group got, in index order; a group without any is of zero
+    variance.
 
     Args:
       rewards: finite; attempts that failed are left out.

@@ -1,7 +1,8 @@
 """Log-probabilities of given tokens, without materialising [T, V] logits.
 
-The log-sum-exp over the vocabulary is accumulated chunk by chunk; the backward pass recomputes each chunk's
-logits (jax.checkpoint), so at most `chunk` logits per token exist at one time in either direction.
+The log-sum-exp over the vocabulary is accumulated chunk by chunk; the backward pass recomputes each
+chunk's logits (jax.checkpoint), so at most `chunk` logits per token exist at one time in either
+direction.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ def token_logprobs(
         carry: tuple[jax.Array, jax.Array], first: jax.Array
     ) -> tuple[tuple[jax.Array, jax.Array], None]:
         total, chosen = carry
-        # The last chunk is moved back to stay inside the vocabulary; `is_new` leaves out what it repeats.
+        # The last chunk is moved back to stay inside the vocabulary; `is_new` leaves out what it
+        # repeats.
         start = jnp.minimum(first, vocab_size - chunk)
         logits = scaled_logits(jax.lax.dynamic_slice_in_dim(kernel, start, chunk, axis=1))
         ids = start + jnp.arange(chunk)

@@ -1,8 +1,8 @@
 """The reward-free score S of one trajectory, whose gradient is what streams.
 
-S = sum over action tokens t of w_t sg(min(p_t / b_t, C)) log p_t, with p the learner, b the sampler and C the cap of
-the truncated importance weight (off when 0: the data are on-policy and the ratio is 1). Nothing here depends on
-rewards, so grad S is final as soon as the content is.
+S = sum over action tokens t of w_t sg(min(p_t / b_t, C)) log p_t, with p the learner, b the sampler
+and C the cap of the truncated importance weight (off when 0: the data are on-policy and the ratio
+is 1). Nothing here depends on rewards, so grad S is final as soon as the content is.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import numpy as np
 
 
 def token_weights(action_mask: np.ndarray, normalizer: str) -> np.ndarray:
-    """Weights w_t of the score: 1 per action token, or 1 / number of action tokens for "trajectory_mean".
+    """Weights w_t of the score: 1 per action token, or 1 / number of action tokens for
+    "trajectory_mean".
 
     Args:
       action_mask: bool [T].

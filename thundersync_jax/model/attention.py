@@ -62,7 +62,7 @@ class Attention(nn.Module):
         rotary: tuple[jax.Array, jax.Array],
         mask: jax.Array,
         layer: jax.Array,
-        rows: jax.Array,
+        rows: jax.Array | None,
         positions: jax.Array,
         cache: KVCache | None,
     ) -> tuple[jax.Array, KVCache | None]:

@@ -32,12 +32,14 @@ class KVCache:
     def write(
         self,
         layer: jax.Array,
-        rows: jax.Array,
+        rows: jax.Array | None,
         positions: jax.Array,
         keys: jax.Array,
         values: jax.Array,
     ) -> KVCache:
         """Stores keys and values [B, T, K, H] of `layer` at (rows [B], positions [B, T])."""
+        if rows is None:
+            rows = jnp.arange(self.num_rows)
         # A negative index would count from the end.
         inside = jnp.where(positions < 0, self.length, positions)
         at = (layer, rows[:, None], inside)
@@ -46,8 +48,10 @@ class KVCache:
             values=self.values.at[at].set(values, mode="drop"),
         )
 
-    def read(self, layer: jax.Array, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Keys and values of `layer` in `rows` [B], each [B, S, K, H]."""
+    def read(self, layer: jax.Array, rows: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        """Keys and values of `layer` in `rows` [B] or, without a gather, in all: [B, S, K, H]."""
+        if rows is None:
+            return self.keys[layer], self.values[layer]
         return self.keys[layer, rows], self.values[layer, rows]
 
 

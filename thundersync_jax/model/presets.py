@@ -10,11 +10,13 @@ from __future__ import annotations
 import dataclasses
 import difflib
 
+from thundersync_jax.errors import UserError
+
 DTYPES = ("float32", "bfloat16", "float64")
 REMATS = ("none", "block", "dots")
 
 
-class ModelError(ValueError):
+class ModelError(UserError, ValueError):
     """A model configuration or call that cannot work: the value, what was expected, what to do."""
 
 

@@ -50,7 +50,7 @@ class Block(nn.Module):
         layer: jax.Array,
         rotary: tuple[jax.Array, jax.Array],
         mask: jax.Array,
-        rows: jax.Array,
+        rows: jax.Array | None,
         positions: jax.Array,
     ) -> tuple[tuple[jax.Array, KVCache | None], None]:
         hidden, cache = carry
@@ -74,7 +74,7 @@ class Transformer(nn.Module):
         tokens: jax.Array,
         positions: jax.Array,
         mask: jax.Array,
-        rows: jax.Array,
+        rows: jax.Array | None,
         cache: KVCache | None,
     ) -> tuple[jax.Array, KVCache | None]:
         c = self.config
@@ -157,8 +157,7 @@ def forward(
     """
     _check_precision(config)
     mask = causal_mask(positions, positions, valid)
-    rows = jnp.arange(tokens.shape[0])
-    hidden, _ = Transformer(config).apply({"params": params}, tokens, positions, mask, rows, None)
+    hidden, _ = Transformer(config).apply({"params": params}, tokens, positions, mask, None, None)
     return hidden
 
 
@@ -176,14 +175,12 @@ def forward_cached(
       tokens, positions: int32 [B, T]; the position is the index in the row, and one outside [0, S)
         marks padding.
       rows: int32 [B], distinct: the cache row of each batch row, one at num_rows or more marks
-        padding. None: batch row b is cache row b.
+        padding. None: all of them, in order.
 
     Returns:
       Hidden states after the final norm [B, T, D], and the cache.
     """
     _check_precision(config)
-    if rows is None:
-        rows = jnp.arange(tokens.shape[0])
     mask = causal_mask(positions, jnp.arange(cache.length)[None], None)
     model: Any = Transformer(config)
     return model.apply({"params": params}, tokens, positions, mask, rows, cache)
@@ -203,9 +200,9 @@ def logits(config: TransformerConfig, params: Params, hidden: jax.Array) -> jax.
 @functools.partial(jax.jit, static_argnums=0)
 def _init_boxed(config: TransformerConfig, seed: int | jax.Array) -> Params:
     _check_precision(config)
-    token, row = jnp.zeros((1, 1), jnp.int32), jnp.zeros((1,), jnp.int32)
+    token = jnp.zeros((1, 1), jnp.int32)
     mask = jnp.ones((1, 1, 1), bool)
-    return Transformer(config).init(jax.random.key(seed), token, token, mask, row, None)["params"]
+    return Transformer(config).init(jax.random.key(seed), token, token, mask, None, None)["params"]
 
 
 def _check_precision(config: TransformerConfig) -> None:

@@ -16,12 +16,14 @@ from collections.abc import Sequence
 from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as TokenizersBackend
 
+from thundersync_jax.errors import UserError
+
 BOS = "<bos>"
 EOS = "<eos>"
 _UNKNOWN = "<unknown>"
 
 
-class TokenizerError(ValueError):
+class TokenizerError(UserError, ValueError):
     """A vocabulary that cannot work, or text or ids outside it."""
 
 

@@ -18,10 +18,12 @@ class SamplingParams:
 
     Attributes:
       temperature: 0 is greedy (log-probabilities are then those of temperature 1).
-      top_k, top_p: truncation; 0 and 1.0 turn it off. Log-probabilities are those of the truncated distribution.
+      top_k, top_p: truncation; 0 and 1.0 turn it off. Log-probabilities are those of the truncated
+        distribution.
       stop_ids: a sampled stop id ends the turn, is returned, and keeps its log-probability.
       max_tokens: the most tokens to sample; a host number that never enters a compiled shape.
-      seed: with the position of each token it determines the draw, whatever slot or batch serves it.
+      seed: with the position of each token it determines the draw, whatever slot or batch serves
+        it.
     """
 
     temperature: float = 1.0
@@ -38,7 +40,8 @@ class SampleRequest:
 
     Attributes:
       session: names the trajectory; its K/V row is kept between turns until `PolicyClient.release`.
-      context_ids: all tokens so far, prompt included. What the session already holds must be its beginning.
+      context_ids: all tokens so far, prompt included. What the session already holds must be its
+        beginning.
     """
 
     session: TrajectoryKey
@@ -54,11 +57,13 @@ class FinishReason(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SampleResult:
-    """The tokens of one turn; the three tuples have one length, which is 0 only when the row was full at the start.
+    """The tokens of one turn; the three tuples have one length, which is 0 only when the row was
+    full at the start.
 
     Attributes:
       slot: the row that served the request, for the timeline.
-      started_s, ended_s: `time.monotonic()` when a slot was given and when the last token reached the host.
+      started_s, ended_s: `time.monotonic()` when a slot was given and when the last token reached
+        the host.
     """
 
     token_ids: tuple[int, ...]
@@ -92,12 +97,14 @@ class UpdateReport:
 
     Attributes:
       policy_version: of the weights after the update; unchanged when `is_empty`.
-      is_empty: no trajectory had a gradient: parameters, moments, schedule and version are as before.
+      is_empty: no trajectory had a gradient: parameters, moments, schedule and version are as
+        before.
       reward_mean: over trajectories that have a reward; NaN without any.
       grad_norm: of the normalised gradient before clipping.
-      logprob_gap_mean, logprob_gap_max: |learner - sampler| log-probability over the action tokens that ran; NaN
-        without any.
-      paths: final path of every trajectory that has a reward; num_held counts those that waited for a buffer.
+      logprob_gap_mean, logprob_gap_max: |learner - sampler| log-probability over the action tokens
+        that ran; NaN without any.
+      paths: final path of every trajectory that has a reward; num_held counts those that waited for
+        a buffer.
     """
 
     policy_version: int

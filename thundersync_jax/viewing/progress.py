@@ -87,7 +87,7 @@ class Progress:
     def message(self, text: str) -> None:
         """One line that stays."""
         if not self._is_silent:
-            self._console.print(text, markup=False, highlight=False)
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def status(self, text: str) -> None:
         """What happens at the moment; shown by the live table only."""

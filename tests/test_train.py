@@ -1,0 +1,238 @@
+"""Whole runs in processes of their own: files, resume after kills, interruption, bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import learner_cases as lc
+import numpy as np
+import pytest
+import small_run
+
+from thundersync_jax.config import resolve
+from thundersync_jax.learner.checkpoint import Checkpointer
+from thundersync_jax.learner.learner import Learner
+from thundersync_jax.metrics import read_jsonl
+from thundersync_jax.model.presets import preset
+from thundersync_jax.model.transformer import init_params
+from thundersync_jax.replay import replay_step
+from thundersync_jax.trajectory_log import read_step
+
+TESTS = Path(__file__).parent
+TIMEOUT_S = 200
+
+
+def train_command(workdir: Path, *arguments: str) -> list[str]:
+    return [
+        sys.executable,
+        "-m",
+        "thundersync_jax.train",
+        f"--config={TESTS / 'small_run.py'}",
+        f"--workdir={workdir}",
+        *arguments,
+    ]
+
+
+def run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, cwd=TESTS)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of six steps that nothing disturbed."""
+    workdir = tmp_path_factory.mktemp("finished") / "run"
+    result = run(
+        train_command(
+            workdir,
+            "--config.evaluation.every_steps=3",
+            "--config.evaluation.num_tasks=4",
+            "--config.run.profile_steps=1:2",
+        )
+    )
+    assert result.returncode == 0, result.stderr
+    return workdir
+
+
+def copy_of(workdir: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(workdir, tmp_path / "run"))
+
+
+def trained_ids(workdir: Path) -> list[tuple[int, str]]:
+    """(step, task) of every trajectory in the committed files."""
+    steps = sorted((workdir / "trajectories").glob("step_*.jsonl"))
+    return [(line["step"], line["task_id"]) for path in steps for line in read_jsonl(path)]
+
+
+def learner_of_run() -> Learner:
+    config = resolve(small_run.get_config())
+    model = preset("tiny", vocab_size=2 + 4 + 3)
+    return Learner(config.learner, config.optimizer, model, init_params(model, 0))
+
+
+def restored(workdir: Path) -> Learner:
+    learner = learner_of_run()
+    checkpoints = Checkpointer(workdir / "checkpoints", keep_last=2)
+    learner.state, _ = checkpoints.restore(learner.state, 6)
+    checkpoints.close()
+    return learner
+
+
+def test_a_run_writes_everything_that_it_promises(finished: Path):
+    lines = read_jsonl(finished / "metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(6))
+    required = (
+        "step policy_version reward_mean solved num_groups num_trajectories num_failed "
+        "zero_variance_groups action_tokens grad_norm logprob_gap_mean logprob_gap_max step_s "
+        "rollout_s learner_busy_s overlap tail_s paths num_held compiles peak_rss_mb"
+    ).split()
+    for line in lines:
+        assert set(required) <= set(line)
+        assert line["num_trajectories"] == 8
+        assert sum(line["paths"].values()) == 8 - line["num_failed"]
+        assert line["logprob_gap_max"] is None or line["logprob_gap_max"] <= 1e-5
+        assert line["compiles"] == 0
+        assert 0 < line["rollout_s"] <= line["step_s"]
+    config = json.loads((finished / "config.json").read_text())
+    assert config["config"]["run"]["groups_per_step"] == 2
+    assert config["versions"]["jax"] == jax.__version__
+    trajectories = read_jsonl(finished / "trajectories" / "step_000005.jsonl")
+    assert len(trajectories) == 8
+    for line in trajectories:
+        n = len(line["token_ids"])
+        assert len(line["action_mask"]) == len(line["behavior_logprobs"]) == n
+        assert sum(t["num_action_tokens"] for t in line["turns"]) == sum(line["action_mask"])
+        versions = {
+            v for v, m in zip(line["policy_versions"], line["action_mask"], strict=True) if m
+        }
+        assert versions == {lines[4]["policy_version"]}
+    evaluations = read_jsonl(finished / "evaluation.jsonl")
+    assert [(e["step"], e["num_tasks"], e["num_failed"]) for e in evaluations] == [
+        (3, 4, 0),
+        (6, 4, 0),
+    ]
+    assert list((finished / "profile").rglob("*.xplane.pb"))
+
+
+def test_the_timeline_is_a_chrome_trace_with_a_row_a_slot_and_one_for_the_learner(finished: Path):
+    events = json.loads((finished / "timeline.json").read_text())["traceEvents"]
+    names = {e["args"]["name"] for e in events if e["ph"] == "M"}
+    assert {"steps", "serving", "learner", "slot 0"} <= names
+    spans = [e for e in events if e["ph"] == "X"]
+    assert {e["name"] for e in spans if e["pid"] == 2} & {"direct", "stream", "update"}
+    assert all(e["dur"] >= 0 for e in spans)
+
+
+def test_the_logged_trajectories_alone_give_the_final_weights(finished: Path):
+    """Every trajectory of the files was trained on exactly once, in the order of the steps."""
+    learner = learner_of_run()
+    for step in range(6):
+        replay_step(learner, read_step(finished / "trajectories", step))
+    end = restored(finished)
+    assert end.state.policy_version == learner.state.policy_version
+    assert lc.rel_l2(end.state.params, learner.state.params) <= 1e-5
+
+
+def test_killed_at_every_point_the_run_loses_and_doubles_nothing(finished: Path, tmp_path: Path):
+    """LESSONS 25. One work directory, killed eight times in a row, then left to finish."""
+    workdir = tmp_path / "run"
+    kills = [
+        ("commit", "before", 1),  # step 0 rolls out again
+        ("commit", "after", 2),  # step 1 is replayed
+        ("update", "after", 2),  # the first update of this process is the replay's
+        ("publish", "after", 2),
+        ("metrics", "before", 1),
+        ("save", "before", 1),
+        ("save", "after", 1),
+        ("metrics", "before", 1),
+    ]
+    for point, when, count in kills:
+        arguments = train_command(workdir)[3:]
+        result = run(
+            [sys.executable, str(TESTS / "kill_at.py"), point, when, str(count), "--", *arguments]
+        )
+        assert result.returncode == -signal.SIGKILL, (point, when, result.stdout, result.stderr)
+    result = run(train_command(workdir))
+    assert result.returncode == 0, result.stderr
+    assert [line["step"] for line in read_jsonl(workdir / "metrics.jsonl")] == list(range(6))
+    assert trained_ids(workdir) == trained_ids(finished)
+    learner = learner_of_run()
+    for step in range(6):
+        replay_step(learner, read_step(workdir / "trajectories", step))
+    assert lc.rel_l2(restored(workdir).state.params, learner.state.params) <= 1e-5
+
+
+def test_interruption_finishes_the_step_and_the_same_command_resumes(tmp_path: Path):
+    workdir = tmp_path / "run"
+    command = train_command(workdir, "--config.run.num_steps=1000")
+    process = subprocess.Popen(
+        command, cwd=TESTS, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + TIMEOUT_S
+    while len(read_jsonl(workdir / "metrics.jsonl")) < 2:
+        assert time.monotonic() < deadline, "no second step within the deadline"
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "stopped: interrupted" in err
+    done = len(read_jsonl(workdir / "metrics.jsonl"))
+    result = run(train_command(workdir, f"--config.run.num_steps={done + 1}"))
+    assert result.returncode == 0, result.stderr
+    assert f"resumed from the checkpoint of step {done}" in result.stdout
+    assert [line["step"] for line in read_jsonl(workdir / "metrics.jsonl")] == list(range(done + 1))
+    assert os.waitstatus_to_exitcode(0) == 0
+
+
+def test_a_corrupt_checkpoint_is_named_and_nothing_is_lost(finished: Path, tmp_path: Path):
+    workdir = copy_of(finished, tmp_path)
+    for path in (workdir / "checkpoints" / "6").rglob("*"):
+        if path.is_file() and path.stat().st_size > 1000:
+            path.write_bytes(path.read_bytes()[:500])
+    before = sorted((p, p.stat().st_size) for p in (workdir / "checkpoints").rglob("*"))
+    result = run(train_command(workdir, "--config.run.num_steps=7"))
+    assert result.returncode == 2
+    assert "error: the checkpoint of step 6" in result.stderr
+    assert "Other checkpoints: [3]" in result.stderr
+    assert sorted((p, p.stat().st_size) for p in (workdir / "checkpoints").rglob("*")) == before
+    shutil.move(workdir / "checkpoints" / "6", tmp_path / "damaged")
+    result = run(train_command(workdir, "--config.run.num_steps=7"))
+    assert result.returncode == 0, result.stderr
+    assert "replayed steps 3 to 5" in result.stdout
+    assert [line["step"] for line in read_jsonl(workdir / "metrics.jsonl")] == list(range(7))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--config.lerner.lanes=2"], "config has no key 'lerner'. Did you mean 'learner'?"),
+        (["--config.run.group_size=1"], "config.run.group_size = 1: expected at least 2"),
+        (["--config.run.seed=5"], "another configuration: run.seed: 0 -> 5"),
+        (["--config.model.preset=tinny"], "tiny"),
+        (["--config.env.factory=no.such:thing"], "config.env.factory = 'no.such:thing': No module"),
+        (["--config.env.options.num_values=1"], "num_values = 1: expected at least 2"),
+        (["--config.sandbox.backend=docker"], "config.sandbox.backend = 'docker': expected one of"),
+    ],
+)
+def test_bad_input_is_one_paragraph_and_touches_nothing(
+    finished: Path, tmp_path: Path, arguments, message
+):
+    is_resume = "seed" in arguments[0]
+    workdir = finished if is_resume else tmp_path / "run"
+    before = sorted((p, p.stat().st_mtime_ns) for p in finished.rglob("*"))
+    result = run(train_command(workdir, *arguments))
+    assert result.returncode == 2, result.stderr
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+    assert sorted((p, p.stat().st_mtime_ns) for p in finished.rglob("*")) == before
+    assert np.all(
+        [p.name in ("config.json", "compile_cache") for p in (tmp_path / "run").glob("*")]
+    )

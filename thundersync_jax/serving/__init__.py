@@ -1,0 +1,1 @@
+"""Generation: JetStream's engine interface over `model`, and the co-located decode loop."""

@@ -1,0 +1,84 @@
+"""`WeightStore`: the engine's own copy of the policy's weights, and their version.
+
+The learner donates its buffers to its next update, so the engine never shares them. JetStream binds
+its `params` argument once per thread: it is given this store, which is read at every call.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from thundersync_jax.model import transformer
+from thundersync_jax.model.presets import TransformerConfig
+from thundersync_jax.transport.client import ServingError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Weights:
+    """One version of the policy in `config.dtype`."""
+
+    params: transformer.Params
+    version: int
+
+
+class WeightStore:
+    """Holds one version. Only the owner of the decode state calls `publish` and `current`."""
+
+    def __init__(self, config: TransformerConfig, device: jax.Device) -> None:
+        self._published = transformer.abstract_params(config)
+        self._dtype = jnp.dtype(config.dtype)
+        self._device = device
+        self._copy: Any = None
+        self._current: Weights | None = None
+
+    @property
+    def abstract(self) -> transformer.Params:
+        """Shape and dtype of the engine's copy."""
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, self._dtype), self._published)
+
+    def compile(self) -> None:
+        """Compiles the copy, so that publishing compiles nothing."""
+
+        def copy(params: transformer.Params) -> transformer.Params:
+            return jax.tree.map(lambda x: jnp.array(x, self._dtype, copy=True), params)
+
+        self._copy = jax.jit(copy).lower(self._published).compile()
+
+    def publish(self, params: transformer.Params, version: int) -> None:
+        """Copies `params`; they may be donated or changed as soon as this returns."""
+        self._check(params)
+        self._current = None  # frees the previous version before the copy is made
+        on_device = jax.device_put(params, self._device)
+        self._current = Weights(
+            params=jax.block_until_ready(self._copy(on_device)), version=version
+        )
+
+    def current(self) -> Weights:
+        if self._current is None:
+            raise ServingError(
+                "no weights: publish(params, version) comes before the first request"
+            )
+        return self._current
+
+    def _check(self, params: transformer.Params) -> None:
+        want_tree: Any = jax.tree.structure(self._published)
+        got_tree: Any = jax.tree.structure(params)
+        if got_tree != want_tree:
+            raise ServingError(
+                f"published parameters have the structure {got_tree}, expected {want_tree}: were "
+                "they made for another configuration?"
+            )
+        for (path, want), got in zip(
+            jax.tree_util.tree_leaves_with_path(self._published),
+            jax.tree.leaves(params),
+            strict=True,
+        ):
+            if (got.shape, got.dtype) != (want.shape, want.dtype):
+                raise ServingError(
+                    f"published parameter {jax.tree_util.keystr(path)} is {got.dtype}{got.shape}, "
+                    f"expected {want.dtype}{want.shape}"
+                )
