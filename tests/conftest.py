@@ -1,4 +1,6 @@
-"""One CPU device; programs compiled once a session are shared by its tests through a persistent cache."""
+"""One CPU device; programs compiled once a session are shared by its tests through a persistent
+cache.
+"""
 
 from __future__ import annotations
 

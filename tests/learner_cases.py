@@ -18,7 +18,7 @@ from thundersync_jax.benchmarks.arrivals import (
     rel_l2,
     run_events,
 )
-from thundersync_jax.config import LearnerSection, OptimizerSection
+from thundersync_jax.config_sections import LearnerSection, OptimizerSection
 from thundersync_jax.learner.learner import Learner
 from thundersync_jax.model.presets import TransformerConfig, preset
 from thundersync_jax.model.transformer import init_params

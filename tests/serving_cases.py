@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from model_reference import random_params
 
-from thundersync_jax.config import ServingSection
+from thundersync_jax.config_sections import ServingSection
 from thundersync_jax.model import transformer
 from thundersync_jax.model.presets import TransformerConfig
 from thundersync_jax.serving.engine import PolicyEngine

@@ -1,4 +1,6 @@
-"""Walls: imports point downward, heavy packages live in named files, files and functions stay small."""
+"""Walls: imports point downward, heavy packages live in named files, files and functions stay
+small.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,10 @@ ROOT = Path(__file__).parents[1] / "thundersync_jax"
 FILES = sorted(ROOT.rglob("*.py"))
 
 LAYERS = {
-    0: {"errors", "trajectory", "config", "metrics", "trajectory_log", "workdir", "command_line"},
+    0: {
+        "errors", "trajectory", "config", "config_sections", "metrics", "trajectory_log", "workdir",
+        "command_line",
+    },
     1: {"sharding", "model", "losses", "transport"},
     2: {
         "learner", "serving", "coordinator", "rollout", "envs", "sandbox", "cluster", "viewing",

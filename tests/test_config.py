@@ -10,14 +10,8 @@ import sys
 import pytest
 from ml_collections import ConfigDict
 
-from thundersync_jax.config import (
-    ConfigError,
-    RunConfig,
-    default_config,
-    resolve,
-    resume_differences,
-    to_dict,
-)
+from thundersync_jax.config import RunConfig, default_config, resolve, resume_differences, to_dict
+from thundersync_jax.config_sections import ConfigError
 
 
 def changed(**keys):
@@ -72,7 +66,9 @@ def test_values_out_of_range_are_refused_with_what_was_expected(keys, message):
 def test_values_of_another_type_are_refused():
     values = default_config().to_dict()
     values["run"]["group_size"] = "eight"
-    with pytest.raises(ConfigError, match="run.group_size = 'eight': expected a value of type int"):
+    with pytest.raises(
+        ConfigError, match=r"run.group_size = 'eight': expected a value of type int"
+    ):
         resolve(ConfigDict(values))
 
 

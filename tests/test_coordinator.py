@@ -12,7 +12,7 @@ from typing import Any
 import fakes
 import pytest
 
-from thundersync_jax.config import RunSection
+from thundersync_jax.config_sections import RunSection
 from thundersync_jax.coordinator import events as ev
 from thundersync_jax.coordinator.coordinator import Coordinator, StepAbandoned
 from thundersync_jax.coordinator.group_tracker import StateError

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thundersync_jax.config import ConfigError, RunConfig
+from thundersync_jax.config import RunConfig
+from thundersync_jax.config_sections import ConfigError
 from thundersync_jax.metrics import JsonlWriter, read_jsonl, write_jsonl_atomically
 from thundersync_jax.trajectory import Rollout, TrajectoryBuilder, TrajectoryKey, Turn, Verdict
 from thundersync_jax.trajectory_log import (
@@ -52,7 +53,7 @@ def test_non_finite_values_become_null_and_numpy_becomes_plain(tmp_path: Path):
 def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path):
     path = tmp_path / "x.jsonl"
     path.write_text('{"step": 0}\nnonsense\n{"step": 2}\n')
-    with pytest.raises(ValueError, match="x.jsonl, line 2"):
+    with pytest.raises(ValueError, match=r"x.jsonl, line 2"):
         read_jsonl(path)
 
 
@@ -135,7 +136,7 @@ def test_a_work_directory_resumes_its_own_configuration_only(tmp_path: Path):
     assert workdir.config.read_bytes() == before
     assert json.loads(before)["versions"] == versions()
     workdir.config.write_text("{")
-    with pytest.raises(ConfigError, match="config.json cannot be read"):
+    with pytest.raises(ConfigError, match=r"config.json cannot be read"):
         workdir.open(RunConfig())
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="is a file"):

@@ -1,4 +1,6 @@
-"""The streamed update is the batch-synchronous one: for every arrival order, path mix and pool size."""
+"""The streamed update is the batch-synchronous one: for every arrival order, path mix and pool
+size.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thundersync_jax.config import LearnerSection, OptimizerSection
+from thundersync_jax.config_sections import LearnerSection, OptimizerSection
 from thundersync_jax.learner.buckets import bucket_of, make_example, pad_lanes
 from thundersync_jax.learner.compilation import CompileCounter
 from thundersync_jax.learner.groups import LearnerError
@@ -63,7 +65,7 @@ def test_streamed_gradient_equals_the_reference_in_float64():
 @given(data=st.data())
 @settings(max_examples=15, deadline=None)
 def test_any_batch_in_any_order_ends_and_agrees(data):
-    """No deadlock: every group closes with a pool of 0, 1 or 8; the paths sum to what has a reward."""
+    """No deadlock: every group closes with a pool of 0, 1 or 8; the paths sum up."""
     learner = shared_learner(data.draw(st.sampled_from([0, 1, 8])))
     seed = data.draw(st.integers(0, 10_000))
     cases = lc.random_batch(seed, num_groups=data.draw(st.integers(1, 5)), size=3)
@@ -237,7 +239,7 @@ def test_equal_rewards_that_were_streamed_leave_no_residual():
 
 
 def test_a_failed_attempt_leaves_the_moments_and_the_sum():
-    """LESSONS 3 and 10: [1, 3, 2, failed] trains as [1, 3, 2]; one of many failing trains the rest."""
+    """LESSONS 3 and 10: [1, 3, 2, failed] trains as [1, 3, 2]; the rest trains."""
     rng = np.random.default_rng(0)
     trajectories = tuple(lc.random_tokens(rng, 2) for _ in range(4))
     learner = shared_learner(8)
@@ -287,7 +289,9 @@ def test_three_calls_equal_one_call():
 
 
 def test_observation_targets_do_not_reach_the_gradient():
-    """LESSONS 15: another tool output at the very end of what is read changes no masked target's gradient."""
+    """LESSONS 15: another tool output at the very end of what is read changes no masked target's
+    gradient.
+    """
     builder = TrajectoryBuilder()
     builder.append_action([3, 4], [-1.0, -1.0], [0, 0])
     builder.append_observation([5, 6, 7])

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from fakes import ids
 
-from thundersync_jax.config import RolloutSection, SamplingSection
+from thundersync_jax.config_sections import RolloutSection, SamplingSection
 from thundersync_jax.rollout.agent import derive_seed, truncate_middle
 from thundersync_jax.rollout.phases import run_phase, to_completion
 from thundersync_jax.rollout.rollout import RolloutRunner

@@ -1,4 +1,6 @@
-"""Records keep ids, mask, log-probabilities and versions together; verdicts are a reward or a failure."""
+"""Records keep ids, mask, log-probabilities and versions together; verdicts are a reward or a
+failure.
+"""
 
 from __future__ import annotations
 

@@ -61,7 +61,9 @@ class JsonlWriter:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """All whole lines of the file; [] when it does not exist. ValueError names a damaged line in the middle."""
+    """All whole lines of the file; [] when it does not exist. ValueError names a damaged line in
+    the middle.
+    """
     if not path.exists():
         return []
     lines = path.read_text(encoding="utf-8").split("\n")

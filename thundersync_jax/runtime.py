@@ -2,7 +2,8 @@
 
 Cheap checks come first, so that a mistake in a configuration is reported before anything is
 compiled or started.
-Nothing is started here but the sandbox back-ends' self-tests: `Trainer` starts and closes the parts.
+Nothing is started here but the sandbox back-ends' self-tests: `Trainer` starts and closes the
+parts.
 """
 
 from __future__ import annotations
@@ -12,7 +13,13 @@ import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from thundersync_jax.config import ConfigError, EnvSection, RunConfig, SamplingSection, check
+from thundersync_jax.config import RunConfig
+from thundersync_jax.config_sections import (
+    ConfigError,
+    EnvSection,
+    SamplingSection,
+    check,
+)
 from thundersync_jax.envs.base import EnvironmentSuite
 from thundersync_jax.envs.data import load_tasks
 from thundersync_jax.learner.learner import Learner

@@ -63,5 +63,5 @@ def step_line(
 def replayed_line(
     step: int, report: UpdateReport, rewards: Sequence[float], *, solved_reward: float
 ) -> dict[str, Any]:
-    """The line of a step that was trained on again from its log: no times, for it did not roll out."""
+    """The line of a step that was trained on from its log: no times, for nothing rolled out."""
     return {**report_fields(step, report, rewards, solved_reward), "is_replayed": True}

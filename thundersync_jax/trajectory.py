@@ -100,7 +100,8 @@ class TrajectoryTokens:
         if not np.all(np.isfinite(sampled)) or np.any(sampled > 1e-3):
             raise TrajectoryError(
                 "behavior_logprobs of action tokens must be finite and at most 0, got "
-                f"{sampled[~np.isfinite(sampled) | (sampled > 1e-3)][:4].tolist()}; the engine reports one per sampled token"
+                f"{sampled[~np.isfinite(sampled) | (sampled > 1e-3)][:4].tolist()}; the engine "
+                "reports one per sampled token"
             )
 
     @property
@@ -113,7 +114,7 @@ class TrajectoryTokens:
 
 
 class TrajectoryBuilder:
-    """Appends ids, mask, log-probabilities and versions together, so that they cannot drift apart."""
+    """Appends ids, mask, log-probabilities and versions together, so they cannot drift."""
 
     def __init__(self) -> None:
         self._token_ids: list[int] = []
@@ -135,7 +136,8 @@ class TrajectoryBuilder:
         if not len(token_ids) == len(logprobs) == len(policy_versions):
             raise TrajectoryError(
                 "an action needs one log-probability and one version per token, got "
-                f"{len(token_ids)} ids, {len(logprobs)} log-probabilities, {len(policy_versions)} versions"
+                f"{len(token_ids)} ids, {len(logprobs)} log-probabilities, {len(policy_versions)} "
+                "versions"
             )
         self._token_ids.extend(token_ids)
         self._action_mask.extend([True] * len(token_ids))
@@ -206,7 +208,8 @@ class Verdict:
     def __post_init__(self) -> None:
         if (self.reward is None) == (self.failure is None):
             raise TrajectoryError(
-                f"a verdict is a reward or a failure, got reward={self.reward!r} and failure={self.failure!r}"
+                f"a verdict is a reward or a failure, got reward={self.reward!r} and "
+                f"failure={self.failure!r}"
             )
         if self.reward is not None:
             check_reward(self.reward)
@@ -220,6 +223,7 @@ def check_reward(reward: float) -> float:
         )
     if not math.isfinite(reward):
         raise TrajectoryError(
-            f"a reward must be finite, got {reward!r}: report a broken attempt as a failure, not as a number"
+            f"a reward must be finite, got {reward!r}: report a broken attempt as a failure, not "
+            "as a number"
         )
     return float(reward)

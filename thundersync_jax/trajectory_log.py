@@ -54,7 +54,7 @@ def write_step(directory: Path, step: int, trajectories: Sequence[LoggedTrajecto
 
 
 def read_step(directory: Path, step: int) -> list[LoggedTrajectory]:
-    """The trajectories of a committed step, in the order of their keys; raises TrajectoryLogError."""
+    """A committed step's trajectories, sorted by key; raises TrajectoryLogError."""
     path = step_path(directory, step)
     if not path.exists():
         raise TrajectoryLogError(f"{path} does not exist: step {step} was not committed")
@@ -62,7 +62,8 @@ def read_step(directory: Path, step: int) -> list[LoggedTrajectory]:
         trajectories = [_from_json(line) for line in read_jsonl(path)]
     except (KeyError, TypeError, ValueError) as error:
         raise TrajectoryLogError(
-            f"{path} is not a file of trajectories ({type(error).__name__}: {error}); move it away to roll "
+            f"{path} is not a file of trajectories ({type(error).__name__}: {error}); move it away "
+            "to roll "
             "the step out again"
         ) from error
     return sorted(trajectories, key=lambda t: t.key)

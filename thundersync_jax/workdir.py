@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import thundersync_jax
-from thundersync_jax.config import ConfigError, RunConfig, resume_differences, to_dict
+from thundersync_jax.config import RunConfig, resume_differences, to_dict
+from thundersync_jax.config_sections import ConfigError
 from thundersync_jax.metrics import write_atomically
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "google-jetstream", "numpy")
@@ -64,7 +65,8 @@ class WorkDirectory:
             saved = json.loads(self.config.read_text(encoding="utf-8"))["config"]
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(
-                f"{self.config} cannot be read ({type(error).__name__}: {error}): restore it, or use a new --workdir"
+                f"{self.config} cannot be read ({type(error).__name__}: {error}): restore it, or "
+                "use a new --workdir"
             ) from error
         differences = resume_differences(saved, config)
         if differences:

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from thundersync_jax.config import LearnerSection
+from thundersync_jax.config_sections import LearnerSection
 from thundersync_jax.learner.buckets import make_example
 from thundersync_jax.learner.learner import Learner
 from thundersync_jax.learner.reference import reference_gradient
@@ -47,7 +47,7 @@ def random_tokens(rng: np.random.Generator, num_turns: int) -> TrajectoryTokens:
 
 
 def random_batch(seed: int, *, num_groups: int = 4, size: int = 5) -> list[Case]:
-    """Groups of every kind: mixed rewards, one with failures, one of equal rewards, one all failed."""
+    """Groups of every kind: mixed rewards, some failures, equal rewards, all failed."""
     rng = np.random.default_rng(seed)
     cases = []
     for group in range(num_groups):

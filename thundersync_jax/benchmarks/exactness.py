@@ -15,7 +15,7 @@ from thundersync_jax.benchmarks.arrivals import (
     run_events,
 )
 from thundersync_jax.benchmarks.report import Report
-from thundersync_jax.config import LearnerSection, OptimizerSection
+from thundersync_jax.config_sections import LearnerSection, OptimizerSection
 from thundersync_jax.learner.learner import Learner
 from thundersync_jax.model.presets import preset
 from thundersync_jax.model.transformer import init_params

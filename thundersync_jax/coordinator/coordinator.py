@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from thundersync_jax.config import RunSection
+from thundersync_jax.config_sections import RunSection
 from thundersync_jax.coordinator import events as ev
 from thundersync_jax.coordinator.group_tracker import (
     StateError,
@@ -52,8 +52,8 @@ class Coordinator:
 
     Args:
       attempts: runs one attempt; `RolloutRunner.run`.
-      commit: makes a step's trajectories durable, after the last verdict and before the update; runs in
-        another thread.
+      commit: makes a step's trajectories durable, after the last verdict and before the update;
+        runs in another thread.
       publish: gives the engines the weights of a version; awaited.
       clock: seconds; `time.monotonic` is the clock of the learner's and the engines' time stamps.
       policy_version, empty_steps: restored from a checkpoint.

@@ -29,7 +29,9 @@ class Action:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Observation:
-    """What the environment answers. When `is_done`, the agent stops and the text is not shown to the policy."""
+    """What the environment answers. When `is_done`, the agent stops and the text is not shown to
+    the policy.
+    """
 
     text: str
     is_done: bool = False

@@ -1,1 +1,3 @@
-"""The learner: turns trajectories and rewards into the batch-synchronous update, as early as its inputs allow."""
+"""The learner: turns trajectories and rewards into the batch-synchronous update, as early as its
+inputs allow.
+"""

@@ -88,7 +88,7 @@ def bucket_of(num_positions: int, buckets: Sequence[int]) -> int:
 
 
 def pad_lanes(examples: Sequence[Example], num_lanes: int, bucket: int) -> Lanes:
-    """Pads up to `num_lanes` examples of at most `bucket` positions into host arrays of one shape."""
+    """Pads at most `num_lanes` examples of at most `bucket` positions, on the host."""
     if len(examples) > num_lanes:
         raise ValueError(f"{len(examples)} examples do not fit {num_lanes} lanes")
     shape = (num_lanes, bucket)

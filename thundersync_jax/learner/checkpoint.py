@@ -75,7 +75,8 @@ class Checkpointer:
         )
         if not self._manager.save(position.num_steps, args=args, metrics={"reward": reward}):
             raise CheckpointError(
-                f"the checkpoint of step {position.num_steps} in {self._directory} was not written: "
+                f"the checkpoint of step {position.num_steps} in {self._directory} was not "
+                "written: "
                 f"checkpoints {self.steps()} exist already"
             )
 
@@ -104,12 +105,13 @@ class Checkpointer:
         except (
             Exception
         ) as error:  # Orbax and its storage raise many types for one cause: bad files
+            cause = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
             others = [step for step in self.steps() if step != num_steps]
             raise CheckpointError(
-                f"the checkpoint of step {num_steps} in {self._directory / str(num_steps)} cannot be read "
-                f"({type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else 'no message'}). "
-                f"Other checkpoints: {others or 'none'}. Move that directory away to resume from the newest "
-                "other one, or use an empty work directory to begin again"
+                f"the checkpoint of step {num_steps} in {self._directory / str(num_steps)} cannot "
+                f"be read ({cause}). Other checkpoints: {others or 'none'}. Move that directory "
+                "away to resume from the newest other one, or use an empty work directory to begin "
+                "again"
             ) from error
 
     def close(self) -> None:

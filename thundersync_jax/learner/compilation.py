@@ -21,7 +21,9 @@ def enable_persistent_cache(directory: Path) -> None:
 
 
 class CompileCounter:
-    """Counts the programs that this process compiles or loads from the cache, from `start` to `close`."""
+    """Counts the programs that this process compiles or loads from the cache, from `start` to
+    `close`.
+    """
 
     def __init__(self) -> None:
         self.count = 0

@@ -27,7 +27,9 @@ from thundersync_jax.losses.advantages import GroupMoments, group_moments
 
 
 class LearnerError(ValueError):
-    """A call that the learner cannot accept: names the group and member, what was expected and what to do."""
+    """A call that the learner cannot accept: names the group and member, what was expected and what
+    to do.
+    """
 
 
 class Stage(enum.Enum):
@@ -152,13 +154,16 @@ class GroupLedger:
         """Moves a member along `_TRANSITIONS`."""
         if stage not in _TRANSITIONS[member.stage]:
             raise LearnerError(
-                f"{group.name(member)} is {member.stage.value!r} and cannot become {stage.value!r}: a trajectory "
+                f"{group.name(member)} is {member.stage.value!r} and cannot become "
+                f"{stage.value!r}: a trajectory "
                 "gets its content once, and then exactly one of a reward or a failure"
             )
         member.stage = stage
 
     def next_work(self) -> FoldWork | CloseWork | None:
-        """The call that is due: closing first, for it frees a buffer; then the shape with most ready tokens."""
+        """The call that is due: closing first, for it frees a buffer; then the shape with most
+        ready tokens.
+        """
         for group in self._groups.values():
             if self._settle(group) and group.buffer is not None:
                 return CloseWork(group=group)
@@ -192,7 +197,7 @@ class GroupLedger:
         ]
 
     def _settle(self, group: Group) -> bool:
-        """True when the group waits for nothing but its close. A group without a pair closes here."""
+        """True when only the close is left. A group without a pair closes here."""
         if group.is_closed or not group.is_complete:
             return False
         is_zero = group.moments(self._advantage).is_zero_variance

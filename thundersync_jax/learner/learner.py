@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 import jax
 import numpy as np
 
-from thundersync_jax.config import LearnerSection, OptimizerSection
+from thundersync_jax.config_sections import LearnerSection, OptimizerSection
 from thundersync_jax.learner.buckets import bucket_of, make_example, pad_lanes
 from thundersync_jax.learner.groups import (
     CloseWork,
@@ -48,7 +48,9 @@ class OpenGroupsError(LearnerError):
 
 
 class NonFiniteGradientError(ArithmeticError):
-    """A gradient with inf or NaN; names its trajectories. Parameters and moments are as before the step."""
+    """A gradient with inf or NaN; names its trajectories. Parameters and moments are as before the
+    step.
+    """
 
 
 class LogprobGapError(ArithmeticError):
@@ -68,7 +70,9 @@ class Learner:
         temperature: float = 1.0,
         logprob_chunk: int = 16384,
     ) -> None:
-        """Takes `params` over: they are donated to the first update, so the caller keeps no reference."""
+        """Takes `params` over: they are donated to the first update, so the caller keeps no
+        reference.
+        """
         self._config = config
         self._vocab_size = model.vocab_size
         self._schedule = learning_rate_schedule(optimizer)
@@ -107,7 +111,8 @@ class Learner:
             )
         if group_size < (2 if self._config.advantage == "grpo" else 1):
             raise LearnerError(
-                f"task {task_id!r}: group_size {group_size} has no standard deviation; use at least 2, or "
+                f"task {task_id!r}: group_size {group_size} has no standard deviation; use at "
+                "least 2, or "
                 "learner.advantage = 'dr_grpo'"
             )
         self._check_ids(f"task {task_id!r}", prompt)
@@ -129,7 +134,8 @@ class Learner:
         longest = self._config.buckets[-1]
         if example.num_positions > longest:
             raise LearnerError(
-                f"{found.name(member)}: {example.num_positions + 1} tokens exceed the longest bucket {longest} + 1; "
+                f"{found.name(member)}: {example.num_positions + 1} tokens exceed the longest "
+                f"bucket {longest} + 1; "
                 "lower rollout.max_tokens or extend learner.buckets"
             )
         self._ledger.advance(found, member, Stage.CONTENT)
@@ -139,7 +145,9 @@ class Learner:
             member.bucket = bucket_of(example.num_positions, self._config.buckets)
 
     def set_reward(self, group: int, index: int, reward: float) -> None:
-        """Gives a trajectory its verdict. Raises LearnerError or TrajectoryError; then nothing has changed."""
+        """Gives a trajectory its verdict. Raises LearnerError or TrajectoryError; then nothing has
+        changed.
+        """
         found, member = self._ledger.find(group, index)
         try:
             value = check_reward(reward)
@@ -182,7 +190,9 @@ class Learner:
         return done
 
     def gradient(self) -> Params:
-        """A copy of the normalised descent gradient, before the clip, that `update` would now step along."""
+        """A copy of the normalised descent gradient, before the clip, that `update` would now step
+        along.
+        """
         self._finish()
         denominator = max(self._denominator(), 1.0)
         return jax.tree.map(lambda g: -np.asarray(g) / denominator, self._batch)
@@ -238,7 +248,8 @@ class Learner:
         outside = ids[(ids < 0) | (ids >= self._vocab_size)]
         if outside.size:
             raise LearnerError(
-                f"{name}: token ids {outside[:4].tolist()} are outside the vocabulary of {self._vocab_size}"
+                f"{name}: token ids {outside[:4].tolist()} are outside the vocabulary of "
+                f"{self._vocab_size}"
             )
 
     def _fold(self, work: FoldWork) -> None:
@@ -294,13 +305,17 @@ class Learner:
     def _check_gap(self) -> None:
         if self._config.tis_cap == 0 and self._gap_max > self._config.max_logprob_gap:
             raise LogprobGapError(
-                f"{self._gap_name}: sampler and learner differ by {self._gap_max:.3g} nats at one token, more than "
-                f"learner.max_logprob_gap = {self._config.max_logprob_gap}. Check that both use the same weights, "
+                f"{self._gap_name}: sampler and learner differ by {self._gap_max:.3g} nats at one "
+                "token, more than "
+                f"learner.max_logprob_gap = {self._config.max_logprob_gap}. Check that both use "
+                "the same weights, "
                 "temperature and dtype, or set learner.tis_cap to weight the difference"
             )
 
     def _denominator(self) -> float:
-        """Action tokens, or trajectories, that arrived with a reward. Groups of equal rewards count."""
+        """Action tokens, or trajectories, that arrived with a reward. Groups of equal rewards
+        count.
+        """
         members = [m for g in self._ledger.groups for m in g.members if m.reward is not None]
         if self._config.normalizer == "token_mean":
             return float(sum(m.num_action_tokens for m in members))
@@ -338,7 +353,8 @@ class Learner:
         value = float(norm)  # blocks until the update is complete
         if not math.isfinite(value):
             raise NonFiniteGradientError(
-                f"the batch gradient has norm {value} although every trajectory's is finite: a sum overflowed"
+                f"the batch gradient has norm {value} although every trajectory's is finite: a sum "
+                "overflowed"
             )
         self._record("update", 0, 0, started_s)
         self.state.policy_version += 1

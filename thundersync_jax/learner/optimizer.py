@@ -1,10 +1,12 @@
-"""The optax chain: one clip by global norm, AdamW, one schedule. Norm and clip see the whole, normalised gradient."""
+"""The optax chain: one clip by global norm, AdamW, one schedule. Norm and clip see the whole,
+normalised gradient.
+"""
 
 from __future__ import annotations
 
 import optax
 
-from thundersync_jax.config import OptimizerSection
+from thundersync_jax.config_sections import OptimizerSection
 
 
 def learning_rate_schedule(config: OptimizerSection) -> optax.Schedule:

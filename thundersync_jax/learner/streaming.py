@@ -41,7 +41,9 @@ class ScoreSettings:
 
 
 class LaneStats(struct.PyTreeNode):
-    """Per lane [K]: sum and maximum of |learner - sampler| over action tokens, and whether g was finite."""
+    """Per lane [K]: sum and maximum of |learner - sampler| over action tokens, and whether g was
+    finite.
+    """
 
     gap_sum: jax.Array
     gap_max: jax.Array

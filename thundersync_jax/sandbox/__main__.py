@@ -15,7 +15,7 @@ import sys
 from rich.console import Console
 from rich.table import Table
 
-from thundersync_jax.config import SandboxSection
+from thundersync_jax.config_sections import SandboxSection
 from thundersync_jax.sandbox.base import SelfTestReport
 from thundersync_jax.sandbox.selection import BACKENDS, candidates
 from thundersync_jax.sandbox.self_test import self_test

@@ -14,7 +14,7 @@ import re
 import signal
 import subprocess
 
-from thundersync_jax.config import SandboxSection
+from thundersync_jax.config_sections import SandboxSection
 from thundersync_jax.sandbox.base import SandboxError
 from thundersync_jax.sandbox.framing import MARKER_FD, SHELL, environment
 from thundersync_jax.sandbox.shell import ShellSandbox

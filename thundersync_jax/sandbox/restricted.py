@@ -15,7 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from thundersync_jax.config import SandboxSection
+from thundersync_jax.config_sections import SandboxSection
 from thundersync_jax.sandbox.framing import MARKER_FD, SHELL, environment
 from thundersync_jax.sandbox.shell import ShellSandbox
 from thundersync_jax.sandbox.slots import Slot

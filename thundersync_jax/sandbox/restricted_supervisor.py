@@ -41,7 +41,8 @@ SYSTEM = (
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/tty")
 WORLD_WRITABLE = ("/tmp", "/var/tmp", "/dev/shm")
 
-# (AUDIT_ARCH, socket, denied). Denied: shmget semget msgget mq_open add_key request_key keyctl, whose
+# (AUDIT_ARCH, socket, denied). Denied: shmget semget msgget mq_open add_key request_key keyctl,
+# whose
 # objects outlive processes; ptrace process_vm_writev; io_uring_setup, which opens sockets.
 SYSCALLS = {
     "x86_64": (0xC000003E, 41, (29, 64, 68, 240, 248, 249, 250, 101, 311, 425)),

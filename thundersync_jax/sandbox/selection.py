@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from thundersync_jax.config import SandboxSection
+from thundersync_jax.config_sections import SandboxSection
 from thundersync_jax.sandbox.base import (
     SandboxBackend,
     SandboxError,

@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
-from thundersync_jax.config import SandboxSection
+from thundersync_jax.config_sections import SandboxSection
 from thundersync_jax.sandbox.base import (
     Check,
     OwnedSandbox,

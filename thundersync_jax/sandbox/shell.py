@@ -22,7 +22,7 @@ import socket
 import subprocess
 from typing import Protocol
 
-from thundersync_jax.config import SandboxSection
+from thundersync_jax.config_sections import SandboxSection
 from thundersync_jax.sandbox import framing
 from thundersync_jax.sandbox.base import CommandResult, SandboxError
 from thundersync_jax.sandbox.slots import Slot

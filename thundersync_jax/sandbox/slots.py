@@ -94,7 +94,8 @@ class Slot:
                 status = os.fstat(file.fileno())
                 if not stat.S_ISREG(status.st_mode) or status.st_size > max_bytes:
                     raise SandboxError(
-                        f"sandbox file {path!r}: expected a regular file of at most {max_bytes} bytes, got mode "
+                        f"sandbox file {path!r}: expected a regular file of at most {max_bytes} "
+                        "bytes, got mode "
                         f"{stat.filemode(status.st_mode)} and {status.st_size} bytes"
                     )
                 return file.read()

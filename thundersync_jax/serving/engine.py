@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from thundersync_jax.config import ServingSection
+from thundersync_jax.config_sections import ServingSection
 from thundersync_jax.model import transformer
 from thundersync_jax.model.presets import TransformerConfig
 from thundersync_jax.serving import decode_state as programs

@@ -9,7 +9,9 @@ from thundersync_jax.transport.messages import SampleRequest, SampleResult
 
 
 class ServingError(RuntimeError):
-    """A request that could not be served: the reason, and which session it was. Other sessions go on."""
+    """A request that could not be served: the reason, and which session it was. Other sessions go
+    on.
+    """
 
 
 class PolicyClient(Protocol):
@@ -20,5 +22,7 @@ class PolicyClient(Protocol):
         ...
 
     async def release(self, session: TrajectoryKey) -> None:
-        """Frees the session's row. Unknown sessions are ignored: a trajectory may fail before its first turn."""
+        """Frees the session's row. Unknown sessions are ignored: a trajectory may fail before its
+        first turn.
+        """
         ...

@@ -1,0 +1,384 @@
+"""The sections of a configuration: frozen records that check their own values.
+
+`config.py` joins them into a `RunConfig` and knows the ConfigDict form. Units are in the names.
+Fields made with `mutable` may differ when a work directory is resumed. Never imports jax.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from thundersync_jax.errors import UserError
+
+
+class ConfigError(UserError, ValueError):
+    """A configuration that cannot run: the key, its value, what was expected, what to do."""
+
+
+def check(condition: bool, key: str, value: Any, expected: str, remedy: str = "") -> None:
+    """Raises ConfigError in the common wording unless `condition` holds."""
+    if not condition:
+        raise ConfigError(
+            f"config.{key} = {value!r}: expected {expected}." + (f" {remedy}" if remedy else "")
+        )
+
+
+# Keys that may differ when a work directory is resumed; a difference in any other key is refused.
+RESUME_MUTABLE = {"resume_mutable": True}
+
+
+def mutable(default: Any) -> Any:
+    """A field that may change between a run and its resumption."""
+    return dataclasses.field(default=default, metadata=RESUME_MUTABLE)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunSection:
+    """What the run does, at the top level.
+
+    Attributes:
+      mode: "stream" computes gradients as their inputs are fixed; "barrier" waits for the step's
+        last reward.
+      num_steps: train steps in all, counting those before a resume.
+      groups_per_step, group_size: tasks a step and trajectories a task.
+      step_timeout_s: a step that is not terminal by then fails its missing trajectories by name.
+      max_empty_steps: this many steps in a row without a gradient stop the run with the reason.
+      profile_steps: "A:B" writes a jax.profiler trace of the steps A to B-1; "" writes none.
+    """
+
+    mode: str = "stream"
+    seed: int = 0
+    num_steps: int = mutable(100)
+    groups_per_step: int = 12
+    group_size: int = 12
+    max_open_groups: int = mutable(1024)
+    step_timeout_s: float = mutable(600.0)
+    max_empty_steps: int = mutable(5)
+    profile_steps: str = mutable("")
+    progress: str = mutable("auto")
+
+    def __post_init__(self) -> None:
+        check(self.mode in ("stream", "barrier"), "run.mode", self.mode, "'stream' or 'barrier'")
+        check(self.num_steps >= 1, "run.num_steps", self.num_steps, "at least 1")
+        check(self.groups_per_step >= 1, "run.groups_per_step", self.groups_per_step, "at least 1")
+        check(self.group_size >= 1, "run.group_size", self.group_size, "at least 1")
+        check(self.max_open_groups >= 1, "run.max_open_groups", self.max_open_groups, "at least 1")
+        check(
+            self.step_timeout_s > 0,
+            "run.step_timeout_s",
+            self.step_timeout_s,
+            "a positive number of seconds",
+        )
+        check(self.max_empty_steps >= 1, "run.max_empty_steps", self.max_empty_steps, "at least 1")
+        check(
+            self.progress in ("auto", "rich", "plain", "none"),
+            "run.progress",
+            self.progress,
+            "'auto', 'rich', 'plain' or 'none'",
+        )
+        self.profile_range  # noqa: B018  a malformed range is refused here
+
+    @property
+    def profile_range(self) -> range:
+        """The steps to profile; empty when `profile_steps` is ""."""
+        if not self.profile_steps:
+            return range(0)
+        first, _, last = self.profile_steps.partition(":")
+        is_valid = first.isdigit() and last.isdigit() and int(first) < int(last)
+        check(
+            is_valid,
+            "run.profile_steps",
+            self.profile_steps,
+            "'A:B' with whole numbers A < B, or ''",
+        )
+        return range(int(first), int(last))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelSection:
+    """Which model: a preset of `model/presets.py`, with optional changes (0 or "" keeps the
+    preset's value).
+
+    Attributes:
+      vocab_size: 0 takes the preset's, or the environment's vocabulary where the preset leaves it
+        open.
+      max_context: tokens of prompt and trajectory together; also the length of a serving row.
+      dtype: arithmetic of the forward pass: "float32", "bfloat16" or "float64".
+      remat: "none", "block" (keep block inputs only) or "dots" (keep matrix products).
+      logprob_chunk: vocabulary entries whose logits exist at one time.
+    """
+
+    preset: str = "tiny"
+    vocab_size: int = 0
+    max_context: int = 64
+    dtype: str = "float32"
+    remat: str = "none"
+    logprob_chunk: int = 16384
+
+    def __post_init__(self) -> None:
+        check(self.max_context >= 2, "model.max_context", self.max_context, "at least 2 tokens")
+        dtypes = ("float32", "bfloat16", "float64")
+        check(self.dtype in dtypes, "model.dtype", self.dtype, f"one of {dtypes}")
+        remats = ("none", "block", "dots")
+        check(self.remat in remats, "model.remat", self.remat, f"one of {remats}")
+        check(self.logprob_chunk >= 1, "model.logprob_chunk", self.logprob_chunk, "at least 1")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LearnerSection:
+    """The learner's memory and shapes.
+
+    Attributes:
+      pool_size: group buffers, each a pair (G1, G2) of the parameters' size in float32; 0 holds
+        every group.
+      buckets: padded trajectory lengths (prompt included), ascending; the last must hold
+        model.max_context.
+      lanes: trajectories that one program call scans.
+      normalizer: "token_mean" divides by the action tokens that arrived; "trajectory_mean" gives
+        every trajectory weight 1/length and divides by the trajectories that arrived.
+      advantage: "grpo" divides by the group's standard deviation; "dr_grpo" does not.
+      tis_cap: upper bound of the truncated importance weight of sampler against learner; 0 turns it
+        off.
+      max_logprob_gap: a larger |learner - sampler| log-probability stops the run, unless tis_cap is
+        set.
+    """
+
+    pool_size: int = 8
+    buckets: tuple[int, ...] = (16, 32, 64)
+    lanes: int = 8
+    normalizer: str = "token_mean"
+    advantage: str = "grpo"
+    tis_cap: float = 0.0
+    max_logprob_gap: float = 0.5
+
+    def __post_init__(self) -> None:
+        check(self.pool_size >= 0, "learner.pool_size", self.pool_size, "0 or more buffers")
+        is_ladder = (
+            bool(self.buckets)
+            and list(self.buckets) == sorted(set(self.buckets))
+            and self.buckets[0] >= 2
+        )
+        check(is_ladder, "learner.buckets", self.buckets, "ascending lengths of at least 2")
+        check(self.lanes >= 1, "learner.lanes", self.lanes, "at least 1")
+        normalizers = ("token_mean", "trajectory_mean")
+        check(
+            self.normalizer in normalizers,
+            "learner.normalizer",
+            self.normalizer,
+            f"one of {normalizers}",
+        )
+        advantages = ("grpo", "dr_grpo")
+        check(
+            self.advantage in advantages,
+            "learner.advantage",
+            self.advantage,
+            f"one of {advantages}",
+        )
+        is_cap = math.isfinite(self.tis_cap) and self.tis_cap >= 0
+        check(is_cap, "learner.tis_cap", self.tis_cap, "a finite number, at least 0")
+        check(
+            self.max_logprob_gap > 0,
+            "learner.max_logprob_gap",
+            self.max_logprob_gap,
+            "a positive number of nats",
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerSection:
+    """AdamW with global-norm clipping and a warm-up, constant or cosine schedule."""
+
+    learning_rate: float = 5e-4
+    schedule: str = "constant"
+    warmup_steps: int = 0
+    decay_steps: int = 0
+    b1: float = 0.9
+    b2: float = 0.99
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    clip_norm: float = 0.5
+
+    def __post_init__(self) -> None:
+        schedules = ("constant", "cosine")
+        check(
+            self.learning_rate > 0,
+            "optimizer.learning_rate",
+            self.learning_rate,
+            "a positive number",
+        )
+        check(
+            self.schedule in schedules, "optimizer.schedule", self.schedule, f"one of {schedules}"
+        )
+        check(self.clip_norm > 0, "optimizer.clip_norm", self.clip_norm, "a positive number")
+        check(self.warmup_steps >= 0, "optimizer.warmup_steps", self.warmup_steps, "0 or more")
+        needs_decay = self.schedule == "cosine" and self.decay_steps <= self.warmup_steps
+        check(
+            not needs_decay,
+            "optimizer.decay_steps",
+            self.decay_steps,
+            "more than optimizer.warmup_steps",
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingSection:
+    """How tokens are drawn. Training needs the untruncated policy: top_k = 0 and top_p = 1."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        check(self.temperature >= 0, "temperature", self.temperature, "at least 0 (0 is greedy)")
+        check(self.top_k >= 0, "top_k", self.top_k, "0 (off) or more")
+        check(0 < self.top_p <= 1, "top_p", self.top_p, "a number in (0, 1]")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServingSection:
+    """The co-located decode loop.
+
+    Attributes:
+      num_slots: rows of the decode batch; live trajectories above it wait for a slot.
+      steps_per_sync: decode steps between two looks of the host.
+      extend_rows: rows that one prefill or extension call handles.
+      extend_buckets: padded token counts of such a call; longer pieces are cut into several calls.
+      request_timeout_s: a turn that is not sampled by then fails its trajectory.
+    """
+
+    num_slots: int = mutable(64)
+    steps_per_sync: int = mutable(4)
+    extend_rows: int = mutable(16)
+    extend_buckets: tuple[int, ...] = mutable((4, 16, 64))
+    request_timeout_s: float = mutable(120.0)
+
+    def __post_init__(self) -> None:
+        for key in ("num_slots", "steps_per_sync", "extend_rows"):
+            check(getattr(self, key) >= 1, f"serving.{key}", getattr(self, key), "at least 1")
+        is_ladder = bool(self.extend_buckets) and list(self.extend_buckets) == sorted(
+            set(self.extend_buckets)
+        )
+        check(
+            is_ladder and self.extend_buckets[0] >= 1,
+            "serving.extend_buckets",
+            self.extend_buckets,
+            "ascending lengths",
+        )
+        check(
+            self.request_timeout_s > 0,
+            "serving.request_timeout_s",
+            self.request_timeout_s,
+            "a positive number",
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RolloutSection:
+    """Budgets of one trajectory. They are host numbers and never enter a compiled shape."""
+
+    max_turns: int = 10
+    max_turn_tokens: int = 32
+    max_tokens: int = 1024
+    max_observation_tokens: int = 256
+    reset_timeout_s: float = mutable(30.0)
+    tool_timeout_s: float = mutable(30.0)
+    grade_timeout_s: float = mutable(60.0)
+
+    def __post_init__(self) -> None:
+        for key in ("max_turns", "max_turn_tokens", "max_tokens", "max_observation_tokens"):
+            check(getattr(self, key) >= 1, f"rollout.{key}", getattr(self, key), "at least 1")
+        for key in ("reset_timeout_s", "tool_timeout_s", "grade_timeout_s"):
+            check(
+                getattr(self, key) > 0,
+                f"rollout.{key}",
+                getattr(self, key),
+                "a positive number of seconds",
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EnvSection:
+    """Which environment: "package.module:function", called once a run with `options` as keyword
+    arguments.
+    """
+
+    factory: str = "thundersync_jax.envs.file_probe:file_probe"
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        module, _, function = self.factory.partition(":")
+        check(
+            bool(module) and bool(function),
+            "env.factory",
+            self.factory,
+            "'package.module:function'",
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SandboxSection:
+    """Where tool commands run, and their limits.
+
+    Attributes:
+      backend: "auto" takes the first of bubblewrap and restricted whose self-test passes.
+      num_slots: sandboxes alive at one time; each has its own numeric uid when run as root.
+      output_bytes: bytes kept of one command's output: the head and the tail.
+    """
+
+    backend: str = mutable("auto")
+    num_slots: int = mutable(32)
+    output_bytes: int = 16384
+    max_processes: int = 64
+    max_file_bytes: int = 64 * 1024 * 1024
+    cpu_s: int = 600
+    start_timeout_s: float = mutable(20.0)
+
+    def __post_init__(self) -> None:
+        backends = ("auto", "bubblewrap", "restricted")
+        check(self.backend in backends, "sandbox.backend", self.backend, f"one of {backends}")
+        for key in ("num_slots", "output_bytes", "max_processes", "max_file_bytes", "cpu_s"):
+            check(getattr(self, key) >= 1, f"sandbox.{key}", getattr(self, key), "at least 1")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataSection:
+    """Tasks, read from a tensorflow-datasets builder in array_record form.
+
+    Attributes:
+      builder: "package.module:Builder", or "" for the tasks that the environment brings itself.
+      options: keyword arguments of the builder.
+      train_split, eval_split: tfds split expressions.
+    """
+
+    builder: str = ""
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    train_split: str = "train"
+    eval_split: str = "test"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvaluationSection:
+    """Held-out evaluation: every N steps (0: never), the first num_tasks of the held-out split,
+    greedy by default.
+    """
+
+    every_steps: int = mutable(0)
+    num_tasks: int = mutable(64)
+    sampling: SamplingSection = dataclasses.field(
+        default_factory=lambda: SamplingSection(temperature=0.0), metadata=RESUME_MUTABLE
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointSection:
+    """When to save, and how many to keep: the last `keep_last` and the best by reward."""
+
+    every_steps: int = mutable(20)
+    keep_last: int = mutable(2)
+
+    def __post_init__(self) -> None:
+        check(self.every_steps >= 1, "checkpoint.every_steps", self.every_steps, "at least 1")
+        check(self.keep_last >= 1, "checkpoint.keep_last", self.keep_last, "at least 1")
