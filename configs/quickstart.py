@@ -25,7 +25,16 @@ def get_config() -> ConfigDict:
     config.optimizer.clip_norm = 0.5
 
     config.env.factory = "thundersync_jax.envs.file_probe:file_probe"
-    config.env.options = ConfigDict({"num_values": 8, "max_turns": 10})
+    config.env.options = ConfigDict(
+        {
+            "num_values": 8,
+            "max_turns": 10,
+            "tool_delay_s": 0.02,  # means of heavy-tailed (lognormal) waits; 0 turns them off
+            "tool_delay_sigma": 1.0,
+            "grade_delay_s": 0.02,
+            "grade_delay_sigma": 1.0,
+        }
+    )
     config.rollout.max_turns = 10
     config.rollout.max_turn_tokens = 1
     config.sandbox.num_slots = 64

@@ -139,8 +139,8 @@ def test_the_environment_gets_text_and_parsed_call() -> None:
         (["say 1"], {"max_tokens": 4}, "max_tokens", "say 1"),
         (["say 1"], {"max_tokens": 1}, "max_tokens", "say"),
         (["say 1 2"], {"max_turn_tokens": 2, "max_turns": 1}, "max_turns", "say 1"),
-        (["say 1", "<eos>"], {}, "stop", "say 1 heard 1 <eos>"),
-        (["<eos>"], {}, "stop", "<eos>"),
+        (["say 1", "<eos>"], {"max_turns": 2}, "max_turns", "say 1 heard 1 <eos>"),
+        (["<eos>"], {"max_turns": 2}, "max_turns", "<eos> heard <eos>"),
     ],
 )
 def test_every_budget_has_its_stop_reason_and_no_trailing_observation(

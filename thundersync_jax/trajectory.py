@@ -187,7 +187,7 @@ class Rollout:
     """The content of one trajectory, final, before its verdict.
 
     Attributes:
-      stop_reason: why the agent stopped: "done", "max_turns", "max_tokens", "context" or "stop".
+      stop_reason: why the agent stopped: "done", "max_turns", "max_tokens" or "context".
     """
 
     key: TrajectoryKey

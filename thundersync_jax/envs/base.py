@@ -64,7 +64,7 @@ class Environment(Protocol):
         """Runs one turn's action. A malformed action is an observation that says so, not an
         exception.
 
-        A turn of nothing but the end-of-sequence token ends the attempt and does not come here.
+        Every turn comes here, also one of nothing but the end-of-sequence token.
         """
         ...
 

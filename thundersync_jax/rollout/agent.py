@@ -6,8 +6,8 @@ Invariants:
   * The context of every request is the prompt and then exactly the ids of the trajectory.
   * Every trajectory ends in an action token: an observation is appended with the turn that read it,
     because nothing after the last action token has a gradient.
-  * `<eos>` ends a turn. A turn of nothing else ends the trajectory; every other turn goes to the
-    environment.
+  * `<eos>` ends a turn, and nothing else: every turn goes to the environment, which alone decides
+    when the attempt is over, within the budgets.
   * Draws depend on (run seed, step, group, index, turn) and not on scheduling.
 
 Who calls it: `rollout.RolloutRunner`, once an attempt.
@@ -120,8 +120,7 @@ class Agent:
         self._pending = ()
         with contained("decode", self._key):
             text = self._tokenizer.decode(result.token_ids)
-        is_end = result.token_ids == (self._tokenizer.eos_id,)
-        observation = Observation(text="") if is_end else await self._step(text)
+        observation = await self._step(text)
         self._turns.append(
             Turn(
                 num_action_tokens=len(result.token_ids),
@@ -133,8 +132,6 @@ class Agent:
                 slot=result.slot,
             )
         )
-        if is_end:
-            return "stop"
         if observation.is_done:
             return "done"
         return "context" if result.finish_reason is FinishReason.CONTEXT else None

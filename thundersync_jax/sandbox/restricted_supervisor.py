@@ -20,8 +20,6 @@ import select
 import signal
 import struct
 import sys
-from collections.abc import Iterable
-from typing import Any
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 PR_SET_NO_NEW_PRIVS, PR_SET_CHILD_SUBREAPER, PR_SET_SECCOMP = 38, 36, 22
@@ -41,9 +39,8 @@ SYSTEM = (
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/tty")
 WORLD_WRITABLE = ("/tmp", "/var/tmp", "/dev/shm")
 
-# (AUDIT_ARCH, socket, denied). Denied: shmget semget msgget mq_open add_key request_key keyctl,
-# whose
-# objects outlive processes; ptrace process_vm_writev; io_uring_setup, which opens sockets.
+# (AUDIT_ARCH, socket, denied). Denied are shmget semget msgget mq_open add_key request_key keyctl,
+# whose objects outlive processes; ptrace and process_vm_writev; io_uring_setup, which opens sockets.
 SYSCALLS = {
     "x86_64": (0xC000003E, 41, (29, 64, 68, 240, 248, 249, 250, 101, 311, 425)),
     "aarch64": (0xC00000B7, 198, (194, 190, 186, 180, 217, 218, 219, 117, 271, 425)),
@@ -58,7 +55,7 @@ def check(result: int, what: str) -> int:
     return result
 
 
-def restrict_files(readable: Iterable[str], writable: Iterable[str]) -> None:
+def restrict_files(readable: tuple[str, ...], writable: tuple[str, ...]) -> None:
     """Landlock: `readable` may be read and executed, `writable` everything, all else nothing. No
     kernel support: no limit.
     """
@@ -107,7 +104,7 @@ def restrict_syscalls() -> None:
     check(LIBC.prctl(PR_SET_SECCOMP, 2, filter_program, 0, 0), "seccomp")
 
 
-def become_shell(settings: dict[str, Any]) -> None:
+def become_shell(settings: dict) -> None:
     """In the child: every limit, then the shell."""
     os.setsid()
     limits = settings["limits"]
@@ -139,7 +136,7 @@ def become_shell(settings: dict[str, Any]) -> None:
 class Supervisor:
     """The loop: requests of the control socket, and ends of children."""
 
-    def __init__(self, settings: dict[str, Any]) -> None:
+    def __init__(self, settings: dict) -> None:
         self.settings = settings
         self.shell: int | None = None
         self.token = ""

@@ -23,8 +23,8 @@ BACKENDS: dict[str, Callable[[SandboxSection], SandboxBackend]] = {
     "restricted": RestrictedBackend,
 }
 _REMEDIES = {
-    "bubblewrap": "apt-get install bubblewrap util-linux, and run as root or allow unprivileged user namespaces "
-    "(sysctl kernel.apparmor_restrict_unprivileged_userns=0 on Ubuntu)",
+    "bubblewrap": "apt-get install bubblewrap util-linux, and run as root or allow unprivileged "
+    "user namespaces (sysctl kernel.apparmor_restrict_unprivileged_userns=0 on Ubuntu)",
     "restricted": "run as root, on a kernel with Landlock (5.13) if other users' files matter",
 }
 

@@ -160,13 +160,14 @@ async def _tree_kill(sandbox: OwnedSandbox, host: Path) -> _Outcome:
 
 async def _clean_reset(sandbox: OwnedSandbox, host: Path) -> _Outcome:
     places = ". $TMPDIR /tmp /dev/shm"
-    leave = f"x=1; f() {{ :; }}; for d in {places}; do (: > $d/thundersync-left) 2>/dev/null; done; cd /usr"
-    await sandbox.run(leave, _COMMAND_TIMEOUT_S)
+    leave = f"for d in {places}; do (: > $d/thundersync-left) 2>/dev/null; done"
+    await sandbox.run(f"{leave}; x=1; f() {{ :; }}; cd /usr", _COMMAND_TIMEOUT_S)
     await sandbox.reset()
-    look = f"for d in {places}; do ls $d/thundersync-left 2>/dev/null; done; printf %s $x; declare -F f; cd ~; pwd"
-    result = await sandbox.run(look, _COMMAND_TIMEOUT_S)
+    look = f"for d in {places}; do ls $d/thundersync-left 2>/dev/null; done"
+    result = await sandbox.run(f"pwd; {look}; echo $x; declare -F f", _COMMAND_TIMEOUT_S)
     lines = result.output.split()
-    return len(lines) == 1, "nothing was left" if len(lines) == 1 else f"left {lines[0]}"
+    is_clean = len(lines) == 1 and lines[0] != "/usr"
+    return is_clean, "nothing was left" if is_clean else f"left {' '.join(lines)}"
 
 
 async def _output_cap(sandbox: OwnedSandbox, host: Path) -> _Outcome:

@@ -89,14 +89,13 @@ class Slot:
         """Reads a regular file of the working directory without following links."""
         *parents, name = _parts(path)
         with self._directory(parents, create=False) as directory, _refused(path):
-            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # a FIFO must not block the loop
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # a FIFO must not block
             with open(os.open(name, flags, dir_fd=directory), "rb") as file:
                 status = os.fstat(file.fileno())
                 if not stat.S_ISREG(status.st_mode) or status.st_size > max_bytes:
                     raise SandboxError(
                         f"sandbox file {path!r}: expected a regular file of at most {max_bytes} "
-                        "bytes, got mode "
-                        f"{stat.filemode(status.st_mode)} and {status.st_size} bytes"
+                        f"bytes, got {stat.filemode(status.st_mode)} with {status.st_size} bytes"
                     )
                 return file.read()
 
