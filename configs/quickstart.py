@@ -19,7 +19,7 @@ def get_config() -> ConfigDict:
 
     config.model.preset = "tiny"
     config.model.max_context = 24  # <bos> and ten turns of probe and answer
-    config.learner.buckets = (6, 12, 24)
+    config.learner.buckets = (12, 24)
     config.learner.pool_size = 8
     config.optimizer.learning_rate = 1e-3
     config.optimizer.clip_norm = 0.5

@@ -1,9 +1,8 @@
 """Puts a run together: configuration in, connected parts out. Shared by the mains.
 
 Cheap checks come first, so that a mistake in a configuration is reported before anything is
-compiled or started.
-Nothing is started here but the sandbox back-ends' self-tests: `Trainer` starts and closes the
-parts.
+compiled or started. Nothing is started here but the sandbox back-ends' self-tests: `Trainer` starts
+and closes the parts.
 """
 
 from __future__ import annotations

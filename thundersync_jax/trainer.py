@@ -1,10 +1,9 @@
 """`Trainer`: runs the train steps of one work directory, from where it stands to the last.
 
-A step is: roll out and stream (coordinator) -> commit the trajectories' file -> update -> publish
-  -> metrics line ->
-checkpoint when due. A resumed run loads the newest checkpoint, replays the committed steps after it
-(gradients, no rollouts) and goes on: every committed trajectory is trained on exactly once,
-whenever the process was killed.
+A step: roll out and stream (coordinator), commit the trajectories' file, update, publish, metrics
+line, checkpoint when due. A resumed run loads the newest checkpoint, replays the committed steps
+after it (gradients, no rollouts) and goes on: every committed trajectory is trained on exactly
+once, whenever the process was killed.
 """
 
 from __future__ import annotations
@@ -177,6 +176,8 @@ class Trainer:
         )
         self._metrics.write(line)
         self._progress.step(line)
+        for text in warnings_of(result):
+            self._progress.message(text)
         self._add_to_timeline(result, work)
         self._advance(len(tasks), result.report.is_empty, result.report.reward_mean)
         if self._position.num_steps % config.checkpoint.every_steps == 0:
@@ -288,3 +289,23 @@ class Trainer:
             jax.profiler.start_trace(str(self._runtime.workdir.profile))
         if steps and step == steps.stop:
             jax.profiler.stop_trace()
+
+
+def warnings_of(result: StepResult) -> list[str]:
+    """What a person should hear of a step: failed attempts, and a step that taught nothing."""
+    found = []
+    failures = [r for r in result.records if r.verdict.failure is not None]
+    if failures:
+        first = failures[0]
+        found.append(
+            f"step {result.step}: {len(failures)} of {len(result.records)} attempts failed, "
+            f"the first ({first.key}): {first.verdict.failure}"
+        )
+    if result.report.is_empty and len(failures) < len(result.records):
+        found.append(
+            f"step {result.step}: no update, for {result.report.zero_variance_groups} of "
+            f"{result.report.num_groups} groups have equal rewards (mean "
+            f"{result.report.reward_mean:.3g}): the tasks are too easy, too hard, or the samples "
+            "do not differ"
+        )
+    return found

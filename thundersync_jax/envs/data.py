@@ -21,10 +21,11 @@ import numpy as np
 import tensorflow_datasets as tfds
 
 from thundersync_jax.envs.file_probe import file_probe
+from thundersync_jax.errors import UserError
 from thundersync_jax.trajectory import Task
 
 
-class DataError(ValueError):
+class DataError(UserError, ValueError):
     """A data set that cannot be used: which, what was expected, and what to do."""
 
 

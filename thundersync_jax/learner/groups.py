@@ -1,5 +1,4 @@
-"""Host bookkeeping of one step: which trajectory is at which stage, and which program call is due
-next.
+"""Host bookkeeping of one step: what stage every trajectory is at, and which call is due next.
 
 Invariants:
   * A member moves EXPECTED -> CONTENT -> READY -> DONE, or to FAILED from either of the first two;

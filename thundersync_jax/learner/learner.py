@@ -1,16 +1,18 @@
-"""`Learner`: computes every gradient as soon as its inputs are fixed, and the batch-synchronous
-update from them.
+"""`Learner`: every gradient as soon as its inputs are fixed, the batch-synchronous update from them.
 
 Owns the train state, the batch accumulator and the pool of group buffers; all are donated to the
 programs and replaced by their results. One thread owns a learner: no method may be called from two
 threads at a time.
 
-    open_group, add_trajectory, set_reward, set_failed   only enqueue
-    work(max_steps)                                      runs what is ready, blocking until it is
-    complete update()                                             refuses open groups by name
+    open_group, add_trajectory, set_reward, set_failed     only enqueue
+    work(max_steps)     runs what is ready, each call to its completion
+    update()            refuses open groups by name
 
 The update equals that of `reference.py` to rounding for every arrival order, path mix and pool
-size: the coefficients come from rewards in index order, and the sums are linear (DESIGN section 2).
+size: the coefficients come from rewards in index order, and the sums are linear:
+
+    sum_i A_i g_i = (G1 - (mean - c) G2) / (std + eps),  G1 = sum_i (r_i - c) g_i,  G2 = sum_i g_i
+
 Which work is released when (stream or barrier) is the caller's decision: in barrier mode it calls
 `work` only after the last reward.
 """

@@ -2,8 +2,7 @@
 
     accumulate    acc_b <- acc_b + C[b, k] g_k for every lane k and buffer b, with g_k = grad S_k
     close_group   batch <- batch + a G1 + b G2, and the pair is zero again
-    apply_update  one normalisation, one clip, one optimizer step, and the batch accumulator is zero
-    again
+    apply_update  one division, one clip, one optimizer step, and the batch sum is zero again
 
 `accumulate` serves every path: the stream path passes the pair (G1, G2) with coefficients (r_k - c,
 1), the direct path passes the batch accumulator with the advantage. A coefficient of exactly 0

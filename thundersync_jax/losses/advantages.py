@@ -1,8 +1,7 @@
 """Group moments of rewards and the scalar coefficients that follow from them.
 
 Everything here runs on the host in float64, in index order, so that it does not depend on arrival
-order. Failed
-attempts are absent: they have no reward (LESSONS 10).
+order. Failed attempts are absent: they have no reward.
 """
 
 from __future__ import annotations

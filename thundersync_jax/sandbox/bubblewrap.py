@@ -119,7 +119,7 @@ class BubblewrapBackend:
         arguments = [
             "prlimit",
             f"--fsize={limits.max_file_bytes}",
-            f"--cpu={limits.cpu_s}",
+            f"--cpu={limits.cpu_s}:{limits.cpu_s + 5}",
             "--core=0",
         ]
         arguments += [f"--nofile={MAX_OPEN_FILES}", "--msgqueue=0"]

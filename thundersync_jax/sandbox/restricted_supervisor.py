@@ -40,7 +40,7 @@ DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/tty")
 WORLD_WRITABLE = ("/tmp", "/var/tmp", "/dev/shm")
 
 # (AUDIT_ARCH, socket, denied). Denied are shmget semget msgget mq_open add_key request_key keyctl,
-# whose objects outlive processes; ptrace and process_vm_writev; io_uring_setup, which opens sockets.
+# whose objects outlive processes; ptrace, process_vm_writev; io_uring_setup, which opens sockets.
 SYSCALLS = {
     "x86_64": (0xC000003E, 41, (29, 64, 68, 240, 248, 249, 250, 101, 311, 425)),
     "aarch64": (0xC00000B7, 198, (194, 190, 186, 180, 217, 218, 219, 117, 271, 425)),
@@ -117,7 +117,8 @@ def become_shell(settings: dict) -> None:
     if settings["uid"] is not None:
         pairs += [("NPROC", limits["max_processes"])]
     for name, value in pairs:
-        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
+        hard = value + 5 if name == "CPU" else value  # SIGXCPU first, SIGKILL later
+        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, hard))
     if settings["uid"] is not None:
         os.setgroups([])
         os.setgid(settings["uid"])
@@ -205,18 +206,27 @@ class Supervisor:
         descendant.
         """
         self.shell = None
-        while self.reap():
-            if self.settings["uid"] is not None:
-                killer = os.fork()
-                if killer == 0:
-                    os.setuid(self.settings["uid"])
-                    os.kill(-1, signal.SIGKILL)  # the caller itself is spared
-                    os._exit(0)
-                os.waitpid(killer, 0)
-            else:
-                for pid in descendants(os.getpid()):
-                    os.kill(pid, signal.SIGKILL)
-            select.select([], [], [], 0.0005)
+        while True:
+            self.kill_once()
+            for _ in range(20):
+                if not self.reap():
+                    return
+                select.select([], [], [], 0.0005)
+
+    def kill_once(self) -> None:
+        if self.settings["uid"] is None:
+            for pid in descendants(os.getpid()):
+                os.kill(pid, signal.SIGKILL)
+            return
+        killer = os.fork()  # also finds what an earlier supervisor of this uid left
+        if killer == 0:
+            os.setuid(self.settings["uid"])
+            try:
+                os.kill(-1, signal.SIGKILL)  # the caller itself is spared
+            except ProcessLookupError:
+                pass
+            os._exit(0)
+        os.waitpid(killer, 0)
 
     def wipe(self) -> None:
         """Removes every file that the sandbox could have written."""

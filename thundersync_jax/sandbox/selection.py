@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from thundersync_jax.config_sections import SandboxSection
+from thundersync_jax.errors import UserError
 from thundersync_jax.sandbox.base import (
     SandboxBackend,
     SandboxError,
@@ -16,6 +17,11 @@ from thundersync_jax.sandbox.base import (
 from thundersync_jax.sandbox.bubblewrap import BubblewrapBackend
 from thundersync_jax.sandbox.restricted import RestrictedBackend
 from thundersync_jax.sandbox.self_test import self_test
+
+
+class NoSandboxError(SandboxError, UserError):
+    """No backend passes its self-test."""
+
 
 # In order of preference.
 BACKENDS: dict[str, Callable[[SandboxSection], SandboxBackend]] = {
@@ -35,7 +41,7 @@ def candidates(backend: str) -> tuple[str, ...]:
 
 
 async def select(section: SandboxSection) -> tuple[SandboxBackend, SelfTestReport]:
-    """The first allowed backend whose self-test passes; SandboxError names what every one lacked,
+    """The first allowed backend whose self-test passes; NoSandboxError names what each one lacked,
     and the remedy.
     """
     refusals = []
@@ -47,7 +53,7 @@ async def select(section: SandboxSection) -> tuple[SandboxBackend, SelfTestRepor
             f"{c.name} ({c.detail})" for c in report.checks if c.is_required and not c.is_enforced
         ]
         refusals.append(f"{name}: {report.error or ', '.join(failed)}. Remedy: {_REMEDIES[name]}.")
-    raise SandboxError(
+    raise NoSandboxError(
         "no sandbox backend passes its self-test, so no command will be run.\n"
         + "\n".join(refusals)
     )

@@ -1,6 +1,6 @@
 """Progress as a run goes: a live table with a terminal, one plain line a step without.
 
-step  120/300  reward 0.712  solved 0.84  turns 3.9  0.61 s  overlap 0.78  tail 18 ms
+step 119 of 300  reward 0.712  solved 0.844  failed 0  s/step 0.61  overlap 0.78 ...
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Progress:
             words = "  ".join(
                 f"{name} {cell}" for name, cell in zip(_COLUMNS[1:], row[1:], strict=True)
             )
-            self.message(f"step {self._done}/{self._num_steps}  {words}")
+            self.message(f"step {row[0]} of {self._num_steps}  {words}")
         self._refresh()
 
     def _refresh(self) -> None:
@@ -117,10 +117,12 @@ class Progress:
             table.add_column(name, justify="right")
         for row in self._rows:
             table.add_row(*row)
+        state = Table.grid(padding=(0, 2))
         bar = ProgressBar(total=self._num_steps, completed=self._done, width=40)
-        return Group(
-            table, bar, Text(f"step {self._done}/{self._num_steps}  {self._eta()}{self._status}")
+        state.add_row(
+            bar, Text(f"step {self._done}/{self._num_steps}"), Text(f"{self._eta()}{self._status}")
         )
+        return Group(table, state)
 
     def _eta(self) -> str:
         if not self._seconds:
