@@ -17,8 +17,8 @@ from thundersync_jax.coordinator import events as ev
 from thundersync_jax.coordinator.coordinator import Coordinator, StepAbandoned
 from thundersync_jax.coordinator.group_tracker import StateError
 from thundersync_jax.coordinator.journal import Journal, read_journal
-from thundersync_jax.coordinator.step_run import AttemptPort, StepResult, TrajectoryRecord
-from thundersync_jax.trajectory import Rollout, Task, TrajectoryKey, Verdict
+from thundersync_jax.coordinator.step_run import AttemptPort, StepResult
+from thundersync_jax.trajectory import Rollout, Task, TrajectoryKey, TrajectoryRecord, Verdict
 
 OnContent = Callable[[Rollout], None]
 Body = Callable[[Coordinator], Coroutine[Any, Any, Any]]

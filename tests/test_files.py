@@ -14,9 +14,15 @@ from hypothesis import strategies as st
 from thundersync_jax.config import RunConfig
 from thundersync_jax.config_sections import ConfigError
 from thundersync_jax.metrics import JsonlWriter, read_jsonl, write_jsonl_atomically
-from thundersync_jax.trajectory import Rollout, TrajectoryBuilder, TrajectoryKey, Turn, Verdict
+from thundersync_jax.trajectory import (
+    Rollout,
+    TrajectoryBuilder,
+    TrajectoryKey,
+    TrajectoryRecord,
+    Turn,
+    Verdict,
+)
 from thundersync_jax.trajectory_log import (
-    LoggedTrajectory,
     TrajectoryLogError,
     read_step,
     step_path,
@@ -65,7 +71,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path):
     assert read_jsonl(path) == [{"step": 1}]
 
 
-def logged(index: int, *, failed: bool = False) -> LoggedTrajectory:
+def logged(index: int, *, failed: bool = False) -> TrajectoryRecord:
     key = TrajectoryKey(step=3, group=0, index=index)
     builder = TrajectoryBuilder()
     builder.append_action([5, 1], [-0.1, -1 / 3], [2, 2])
@@ -88,7 +94,7 @@ def logged(index: int, *, failed: bool = False) -> LoggedTrajectory:
         turns=(turn, turn),
         stop_reason="done",
     )
-    return LoggedTrajectory(
+    return TrajectoryRecord(
         key=key,
         task_id="t",
         prompt_ids=(0,),

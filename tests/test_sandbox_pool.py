@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import itertools
 import os
 import tempfile
 from pathlib import Path
@@ -124,19 +126,18 @@ class _Interrupt:
 
     def __await__(self):
         iterator = self._coroutine.__await__()
-        value = None
-        for step in range(10**6):
+        resume = functools.partial(iterator.send, None)
+        for step in itertools.count():
             try:
-                waited = iterator.send(value)
+                waited = resume()
             except StopIteration as stop:
                 return stop.value
             if step == self._num_steps:
                 asyncio.current_task().cancel()
             try:
-                value = yield waited
+                resume = functools.partial(iterator.send, (yield waited))
             except BaseException as error:
-                waited = iterator.throw(error)
-                value = yield waited
+                resume = functools.partial(iterator.throw, error)
 
 
 @BACKENDS

@@ -6,11 +6,11 @@ import itertools
 from collections.abc import Sequence
 
 from thundersync_jax.learner.learner import Learner
-from thundersync_jax.trajectory_log import LoggedTrajectory
+from thundersync_jax.trajectory import TrajectoryRecord
 from thundersync_jax.transport.messages import UpdateReport
 
 
-def replay_step(learner: Learner, trajectories: Sequence[LoggedTrajectory]) -> UpdateReport:
+def replay_step(learner: Learner, trajectories: Sequence[TrajectoryRecord]) -> UpdateReport:
     """Gives the learner what the file holds, in the order of the keys, and updates.
 
     Args:

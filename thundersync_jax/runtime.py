@@ -138,12 +138,19 @@ def make_model(config: RunConfig, tokenizer: Tokenizer) -> TransformerConfig:
 def _tasks(
     config: RunConfig, suite: EnvironmentSuite, workdir: WorkDirectory, split: str
 ) -> Sequence[Task]:
-    if config.data.builder:
-        return load_tasks(
-            config.data.builder, options=config.data.options, split=split, data_dir=workdir.data
-        )
-    tasks = suite.tasks(split)
-    check(len(tasks) > 0, "data.train_split", split, "a split with at least one task")
+    """The tasks of one split, from the data set or from the environment."""
+    data = config.data
+    try:
+        if data.builder:
+            return load_tasks(
+                data.builder, options=data.options, split=split, data_dir=workdir.data
+            )
+        tasks = suite.tasks(split)
+    except (ValueError, KeyError, TypeError, ImportError) as error:
+        source = data.builder or config.env.factory
+        raise ConfigError(f"{source} gives no tasks for the split {split!r}: {error}") from error
+    if not len(tasks):
+        raise ConfigError(f"the split {split!r} of {config.env.factory} has no tasks")
     return tasks
 
 

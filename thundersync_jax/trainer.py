@@ -18,7 +18,7 @@ import jax
 
 from thundersync_jax.coordinator.coordinator import Coordinator, StepAbandoned
 from thundersync_jax.coordinator.journal import Journal
-from thundersync_jax.coordinator.step_run import StepResult, TrajectoryRecord
+from thundersync_jax.coordinator.step_run import StepResult
 from thundersync_jax.envs.data import TaskCursor
 from thundersync_jax.learner.checkpoint import Checkpointer, RunPosition
 from thundersync_jax.learner.compilation import CompileCounter
@@ -26,8 +26,8 @@ from thundersync_jax.metrics import JsonlWriter, read_jsonl
 from thundersync_jax.replay import replay_step
 from thundersync_jax.runtime import Runtime
 from thundersync_jax.step_metrics import replayed_line, step_line
-from thundersync_jax.trajectory import TrajectoryKey, Verdict
-from thundersync_jax.trajectory_log import LoggedTrajectory, read_step, step_path, write_step
+from thundersync_jax.trajectory import TrajectoryKey, TrajectoryRecord, Verdict
+from thundersync_jax.trajectory_log import read_step, step_path, write_step
 from thundersync_jax.transport.messages import WorkItem
 from thundersync_jax.viewing.progress import Progress
 from thundersync_jax.viewing.timeline import Timeline
@@ -188,24 +188,7 @@ class Trainer:
 
     def _commit(self, records: Sequence[TrajectoryRecord]) -> None:
         """Makes the step's trajectories durable before they change the weights."""
-        step = records[0].key.step
-        write_step(
-            self._runtime.workdir.trajectories,
-            step,
-            [
-                LoggedTrajectory(
-                    key=r.key,
-                    task_id=r.task_id,
-                    prompt_ids=r.prompt_ids,
-                    rollout=r.rollout,
-                    verdict=r.verdict,
-                    dispatched_s=r.dispatched_s,
-                    content_s=r.content_s,
-                    terminal_s=r.terminal_s,
-                )
-                for r in records
-            ],
-        )
+        write_step(self._runtime.workdir.trajectories, records[0].key.step, records)
 
     async def _publish(self, version: int) -> None:
         await asyncio.to_thread(self._publish_now)

@@ -215,6 +215,27 @@ class Verdict:
             check_reward(self.reward)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrajectoryRecord:
+    """One trajectory of a finished step; times are seconds of the run's clock.
+
+    Attributes:
+      rollout: None when the attempt failed before its content was final.
+      dispatched_s: None when the step's deadline passed before its group opened.
+      content_s: when `rollout` became final, None without it.
+      terminal_s: when the verdict was known.
+    """
+
+    key: TrajectoryKey
+    task_id: str
+    prompt_ids: tuple[int, ...]
+    rollout: Rollout | None
+    verdict: Verdict
+    dispatched_s: float | None
+    content_s: float | None
+    terminal_s: float
+
+
 def check_reward(reward: float) -> float:
     """Returns `reward` as a float; raises TrajectoryError unless it is a finite number."""
     if isinstance(reward, bool) or not isinstance(reward, (int, float, np.integer, np.floating)):

@@ -17,43 +17,31 @@ import numpy as np
 
 from thundersync_jax.errors import UserError
 from thundersync_jax.metrics import read_jsonl, write_jsonl_atomically
-from thundersync_jax.trajectory import Rollout, TrajectoryKey, TrajectoryTokens, Turn, Verdict
+from thundersync_jax.trajectory import (
+    Rollout,
+    TrajectoryKey,
+    TrajectoryRecord,
+    TrajectoryTokens,
+    Turn,
+    Verdict,
+)
 
 
 class TrajectoryLogError(UserError, ValueError):
     """A file of trajectories that cannot be read: which, why, and what to do."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LoggedTrajectory:
-    """One line of the file.
-
-    Attributes:
-      rollout: None when the attempt failed before its content was final.
-      dispatched_s, content_s, terminal_s: seconds on the run's clock; None for what did not happen.
-    """
-
-    key: TrajectoryKey
-    task_id: str
-    prompt_ids: tuple[int, ...]
-    rollout: Rollout | None
-    verdict: Verdict
-    dispatched_s: float | None
-    content_s: float | None
-    terminal_s: float
-
-
 def step_path(directory: Path, step: int) -> Path:
     return directory / f"step_{step:06d}.jsonl"
 
 
-def write_step(directory: Path, step: int, trajectories: Sequence[LoggedTrajectory]) -> None:
+def write_step(directory: Path, step: int, trajectories: Sequence[TrajectoryRecord]) -> None:
     """Commits the step. All of the file appears at once."""
     directory.mkdir(parents=True, exist_ok=True)
     write_jsonl_atomically(step_path(directory, step), [_to_json(t) for t in trajectories])
 
 
-def read_step(directory: Path, step: int) -> list[LoggedTrajectory]:
+def read_step(directory: Path, step: int) -> list[TrajectoryRecord]:
     """A committed step's trajectories, sorted by key; raises TrajectoryLogError."""
     path = step_path(directory, step)
     if not path.exists():
@@ -69,7 +57,7 @@ def read_step(directory: Path, step: int) -> list[LoggedTrajectory]:
     return sorted(trajectories, key=lambda t: t.key)
 
 
-def _to_json(t: LoggedTrajectory) -> dict[str, Any]:
+def _to_json(t: TrajectoryRecord) -> dict[str, Any]:
     rollout = t.rollout
     tokens = rollout.tokens if rollout else None
     return {
@@ -90,7 +78,7 @@ def _to_json(t: LoggedTrajectory) -> dict[str, Any]:
     }
 
 
-def _from_json(line: dict[str, Any]) -> LoggedTrajectory:
+def _from_json(line: dict[str, Any]) -> TrajectoryRecord:
     key = TrajectoryKey(step=line["step"], group=line["group"], index=line["index"])
     prompt_ids = tuple(line["prompt_ids"])
     rollout = None
@@ -108,7 +96,7 @@ def _from_json(line: dict[str, Any]) -> LoggedTrajectory:
             turns=tuple(Turn(**turn) for turn in line["turns"]),
             stop_reason=line["stop_reason"],
         )
-    return LoggedTrajectory(
+    return TrajectoryRecord(
         key=key,
         task_id=line["task_id"],
         prompt_ids=prompt_ids,

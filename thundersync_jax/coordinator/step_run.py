@@ -23,7 +23,7 @@ from thundersync_jax.coordinator import events as ev
 from thundersync_jax.coordinator.group_tracker import StateError, StepMachine, StepState
 from thundersync_jax.coordinator.journal import Journal
 from thundersync_jax.coordinator.learner_thread import LearnerThread
-from thundersync_jax.trajectory import Rollout, Task, TrajectoryKey, Verdict
+from thundersync_jax.trajectory import Rollout, Task, TrajectoryKey, TrajectoryRecord, Verdict
 from thundersync_jax.transport.messages import UpdateReport
 
 ATTEMPT_END_TIMEOUT_S = 30.0
@@ -44,28 +44,7 @@ class AttemptPort(Protocol):
 
 
 PublishPort = Callable[[int], Awaitable[None]]
-CommitPort = Callable[[Sequence["TrajectoryRecord"]], None]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TrajectoryRecord:
-    """One trajectory of a finished step; times are seconds of the coordinator's clock.
-
-    Attributes:
-      rollout: None when the attempt failed before its content was final.
-      dispatched_s: None when the step's deadline passed before its group opened.
-      content_s: when `rollout` became final, None without it.
-      terminal_s: when the verdict was known.
-    """
-
-    key: TrajectoryKey
-    task_id: str
-    prompt_ids: tuple[int, ...]
-    rollout: Rollout | None
-    verdict: Verdict
-    dispatched_s: float | None
-    content_s: float | None
-    terminal_s: float
+CommitPort = Callable[[Sequence[TrajectoryRecord]], None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import enum
 import os
+import re
 import secrets
 import socket
 import subprocess
@@ -35,6 +36,8 @@ _READ_BYTES = 65536
 # Files above this size are read and written in a thread.
 _INLINE_FILE_BYTES = 1 << 20
 _EXIT_LIMITS = {128 + 24: "cpu_s", 128 + 25: "max_file_bytes"}  # SIGXCPU, SIGXFSZ
+# What bash and dash say when RLIMIT_NPROC stops them.
+_FORK_FAILED = re.compile(r"fork: .*Resource temporarily unavailable|Cannot fork")
 
 
 class Supervisor(Protocol):
@@ -274,7 +277,7 @@ class ShellSandbox:
             limits += [_EXIT_LIMITS[exit_code]] if exit_code in _EXIT_LIMITS else []
         if num_dropped:
             limits.append("output_bytes")
-        if "fork" in output and "Resource temporarily unavailable" in output:
+        if exit_code != 0 and _FORK_FAILED.search(output):
             limits.append("max_processes")
         return CommandResult(
             output=output,
