@@ -22,7 +22,9 @@ def get_config() -> ConfigDict:
     config.learner.buckets = (12, 24)
     config.learner.pool_size = 8
     config.optimizer.learning_rate = 1e-3
-    config.optimizer.clip_norm = 0.5
+    config.optimizer.schedule = "cosine"
+    config.optimizer.decay_steps = config.run.num_steps
+    config.optimizer.clip_norm = 1.0
 
     config.env.factory = "thundersync_jax.envs.file_probe:file_probe"
     config.env.options = ConfigDict(

@@ -22,7 +22,7 @@ CLONE_NEWNS, CLONE_NEWUSER, CLONE_NEWPID = 0x00020000, 0x10000000, 0x20000000
 
 @functools.cache
 def forbids_namespaces() -> bool:
-    """Whether the kernel refuses new namespaces to this user: then, and only then, bubblewrap cannot work."""
+    """Whether the kernel refuses this user new namespaces: only then can bubblewrap not work."""
     flags = CLONE_NEWNS | CLONE_NEWPID | (0 if os.getuid() == 0 else CLONE_NEWUSER)
     child = os.fork()
     if child == 0:

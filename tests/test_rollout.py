@@ -126,7 +126,7 @@ def test_the_environment_gets_text_and_parsed_call() -> None:
     trial = Trial(["say 1 <eos>"], task=fakes.task(done_after=1))
     trial.run()
     (action,) = trial.suite.actions
-    assert action.text == "say\n1\n<eos>\n"
+    assert action.text == "say\n1\n<eos>"
     assert (action.tool_call.name, action.tool_call.arguments) == ("say", ("1",))
 
 

@@ -1,4 +1,6 @@
-"""One owner a sandbox, bounded numbers, and nothing alive after a cancel at any await or after close."""
+"""One owner a sandbox, bounded numbers, and nothing alive after a cancel at any await or after
+close.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +8,16 @@ import asyncio
 import functools
 import itertools
 import os
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sandbox_cases import begins, ends, fresh_mark, is_running, pool, require
 
-from tests.sandbox_cases import begins, ends, fresh_mark, is_running, pool
 from thundersync_jax.sandbox.base import CommandResult, SandboxError, SandboxPool
 
 BACKENDS = pytest.mark.parametrize("backend", ("bubblewrap", "restricted"))
@@ -79,7 +83,7 @@ def test_waiting_for_a_sandbox_is_fair_and_ends_at_a_named_deadline(backend):
 def test_close_kills_everything_removes_files_and_wakes_waiters(backend):
     async def body():
         mark = fresh_mark()
-        before = set(Path(tempfile.gettempdir()).glob("thundersync-sandbox-*"))
+        before = _slot_directories()
         async with pool(backend, num_slots=2) as sandboxes:
             leases = [await sandboxes.acquire(str(i)) for i in range(2)]
             running = [
@@ -90,7 +94,7 @@ def test_close_kills_everything_removes_files_and_wakes_waiters(backend):
             assert await begins(mark)
             await sandboxes.close()
             assert not is_running(mark)
-            assert set(Path(tempfile.gettempdir()).glob("thundersync-sandbox-*")) <= before
+            assert _slot_directories() <= before
             outcomes = await asyncio.gather(*running, *waiting, return_exceptions=True)
             assert all(isinstance(outcome, SandboxError) for outcome in outcomes), outcomes
             await leases[0].release()
@@ -142,7 +146,7 @@ class _Interrupt:
 
 @BACKENDS
 def test_a_cancel_at_every_await_of_an_attempt_leaves_nothing_alive(backend):
-    """The attempt is cancelled at its first suspension, its second, and so on, until it completes."""
+    """Cancelled at the first suspension, the second, and so on, until it completes."""
 
     async def attempt(sandboxes: SandboxPool, mark: str) -> str:
         lease = await sandboxes.acquire("attempt")
@@ -228,7 +232,9 @@ OPERATION = st.tuples(st.sampled_from(["run", "release", "cancel", "forget"]), s
     st.lists(st.booleans(), max_size=6),
 )
 def test_no_sandbox_is_lost_or_shared_whatever_owners_do(num_slots, owners, fail_resets):
-    """After any mix of use, failure, cancel and forgotten leases, a sweep makes every sandbox free again."""
+    """After any mix of use, failure, cancel and forgotten leases, a sweep makes every sandbox free
+    again.
+    """
 
     async def owner(sandboxes: SandboxPool, name: str, operations: list[tuple[str, int]]) -> None:
         lease = await sandboxes.acquire(name)
@@ -269,3 +275,41 @@ def test_no_sandbox_is_lost_or_shared_whatever_owners_do(num_slots, owners, fail
         assert all(made.is_closed and not made.is_alive for made in backend.made)
 
     asyncio.run(body())
+
+
+@BACKENDS
+def test_a_run_that_is_killed_leaves_no_process_and_the_next_one_removes_its_files(backend):
+    require(backend)
+    mark = fresh_mark()
+    program = f"""
+import asyncio
+from sandbox_cases import pool
+async def main():
+    async with pool({backend!r}, num_slots=1) as sandboxes:
+        lease = await sandboxes.acquire("owner")
+        await lease.run("setsid sleep {mark} & echo 1 > file", 5.0)
+        print("running", flush=True)
+        await asyncio.sleep(60)
+asyncio.run(main())
+"""
+    tests = Path(__file__).parent
+    environment = os.environ | {"PYTHONPATH": f"{tests.parent}:{tests}"}
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as run:
+        assert run.stdout.readline() == b"running\n"
+        assert is_running(mark)
+        left = {path for path in _slot_directories() if (path / "work" / "file").exists()}
+        run.kill()
+    assert len(left) >= 1 and asyncio.run(ends(mark))
+
+    async def next_run() -> None:
+        async with pool(backend, num_slots=64) as sandboxes:
+            await asyncio.gather(*(sandboxes.acquire(str(i)) for i in range(8)))
+
+    if os.getuid() == 0:
+        asyncio.run(next_run())
+        assert not left & _slot_directories()
+
+
+def _slot_directories() -> set[Path]:
+    return set(Path(tempfile.gettempdir()).glob("thundersync-sandbox-*"))

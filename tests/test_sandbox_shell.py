@@ -1,17 +1,20 @@
-"""One sandbox, every backend: framing, output, limits, timeouts and clean slates, with real processes."""
+"""One sandbox, every backend: framing, output, limits, timeouts and clean slates, with real
+processes.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import os
 import statistics
 import time
 from collections.abc import Awaitable, Callable
 
 import pytest
+from sandbox_cases import begins, ends, fresh_mark, is_running, one_sandbox
 
-from tests.sandbox_cases import begins, ends, fresh_mark, is_running, one_sandbox
 from thundersync_jax.sandbox.base import SandboxError
 
 BACKENDS = ("bubblewrap", "restricted")
@@ -88,6 +91,16 @@ async def test_nothing_a_command_does_to_its_shell_swallows_the_next_command(san
 
 
 @on_every_backend()
+async def test_a_shell_that_ends_between_commands_runs_no_command_twice(sandbox):
+    await sandbox.run("(sleep 0.05; kill -9 $$) &", T)
+    await asyncio.sleep(0.3)
+    result = await sandbox.run("echo once >> file", T)
+    assert (result.exit_code, result.is_timeout) == (137, False)
+    assert (await sandbox.run("cat file; echo alive", T)).output.splitlines()[-1] == "alive"
+    assert (await sandbox.run("cat file", T)).exit_code == 1
+
+
+@on_every_backend()
 async def test_bytes_that_are_not_utf8_are_replaced(sandbox):
     result = await sandbox.run(r"printf 'a\xff\xfe\x00b\x1e'", T)
     assert result.output == "a\ufffd\ufffd\x00b\x1e"
@@ -122,7 +135,7 @@ async def test_background_children_that_hold_the_output_block_nothing(sandbox):
     assert (await sandbox.run("echo next", T)).output == "next\n"
     assert time.monotonic() - began_s < 2
     assert await begins(mark)
-    await sandbox.run("(while :; do echo noise; done) &", T)
+    await sandbox.run("(while :; do echo noise; sleep 0.001; done) &", T)
     for _ in range(20):
         result = await sandbox.run("echo word", T)
         assert "word\n" in result.output and result.exit_code == 0
@@ -165,7 +178,8 @@ LEAVINGS = (
     "(trap '' TERM HUP INT; sleep MARK) & disown",
 )
 LOOK = """
-printf '%s|' "$x$y$(declare -F f)$(alias)" "$-" "$(umask)" "$(ulimit -n)" "${PWD##*/}" "$(ls -A ~ $TMPDIR)"
+printf '%s|' "$x$y$(declare -F f)$(alias)" "$-" "$(umask)" "$(ulimit -n)" "${PWD##*/}"
+ls -A ~ $TMPDIR
 for f in /tmp /dev/shm /var/tmp; do ls $f/left-behind; done 2>/dev/null
 ls /proc/$BASHPID/fd | wc -l; trap; shopt | sha256sum; ipcs 2>/dev/null | wc -l; echo $?
 """
@@ -173,7 +187,7 @@ ls /proc/$BASHPID/fd | wc -l; trap; shopt | sha256sum; ipcs 2>/dev/null | wc -l;
 
 @on_every_backend()
 async def test_nothing_of_an_attempt_survives_a_reset(sandbox):
-    """Processes, files, variables, functions, options, directory, descriptors, IPC: as on the first day."""
+    """Processes, files, variables, options, directory, descriptors, IPC: as on the first day."""
     mark = fresh_mark()
     before = await sandbox.run(LOOK, T)
     for leave in LEAVINGS:
@@ -196,6 +210,30 @@ async def test_a_supervisor_that_does_not_answer_is_replaced(sandbox):
     assert (await sandbox.run("ls -A; echo clean", T)).output == "clean\n"
     if os.getuid() == 0:  # an ordinary user's restricted sandbox has no uid to find orphans by
         assert await ends(mark)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "order", list(itertools.permutations(("commands", "output", "control"))), ids="-".join
+)
+def test_a_host_that_vanishes_leaves_nothing_alive_whichever_end_closes_first(backend, order):
+    async def body() -> None:
+        mark = fresh_mark()
+        async with one_sandbox(backend) as sandbox:
+            await sandbox.run(f"setsid sleep {mark} & true", T)
+            assert await begins(mark)
+            ends_of = {
+                "commands": sandbox._commands,
+                "output": sandbox._output,
+                "control": sandbox._control.fileno(),
+            }
+            with open(os.devnull) as nothing:
+                for name in order:
+                    os.dup2(nothing.fileno(), ends_of[name], inheritable=False)  # closes it
+                    await asyncio.sleep(0.02)
+            assert await ends(mark)
+
+    asyncio.run(body())
 
 
 @on_every_backend()

@@ -121,6 +121,26 @@ def test_a_run_writes_everything_that_it_promises(finished: Path):
     assert list((finished / "profile").rglob("*.xplane.pb"))
 
 
+def test_a_users_own_environment_runs_from_outside_the_package(tmp_path: Path):
+    """The example, copied into a directory of its own under another name."""
+    text = (TESTS.parent / "configs" / "custom_env.py").read_text()
+    (tmp_path / "my_env.py").write_text(text.replace("configs.custom_env", "my_env"))
+    command = [
+        *(sys.executable, "-m", "thundersync_jax.train", "--config=my_env.py", "--workdir=run"),
+        *(
+            "--config.run.num_steps=2",
+            "--config.run.groups_per_step=2",
+            "--config.run.group_size=4",
+        ),
+    ]
+    result = subprocess.run(
+        command, capture_output=True, text=True, timeout=TIMEOUT_S, cwd=tmp_path
+    )
+    assert result.returncode == 0, result.stderr
+    lines = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert [(line["num_trajectories"], line["num_failed"]) for line in lines] == [(8, 0)] * 2
+
+
 def test_the_timeline_is_a_chrome_trace_with_a_row_a_slot_and_one_for_the_learner(finished: Path):
     events = json.loads((finished / "timeline.json").read_text())["traceEvents"]
     names = {e["args"]["name"] for e in events if e["ph"] == "M"}

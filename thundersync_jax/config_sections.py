@@ -325,11 +325,12 @@ class SandboxSection:
     Attributes:
       backend: "auto" takes the first of bubblewrap and restricted whose self-test passes.
       num_slots: sandboxes alive at one time; each has its own numeric uid when run as root.
+      start_timeout_s: for a sandbox to start, or to become free when all slots are taken.
       output_bytes: bytes kept of one command's output: the head and the tail.
     """
 
     backend: str = mutable("auto")
-    num_slots: int = mutable(32)
+    num_slots: int = mutable(64)
     output_bytes: int = 16384
     max_processes: int = 64
     max_file_bytes: int = 64 * 1024 * 1024

@@ -38,6 +38,10 @@ class AgentTasks(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # ty
 
     VERSION = tfds.core.Version("1.0.0")
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Builders are found by module and name: tfds' registry would refuse a second import."""
+        super().__init_subclass__(skip_registration=True, **kwargs)
+
     def __init__(self, *, data_dir: str | Path, options: Mapping[str, Any]) -> None:
         self._options = dict(options)
         digest = hashlib.sha256(json.dumps(self._options, sort_keys=True).encode()).hexdigest()[:12]
@@ -61,6 +65,11 @@ class AgentTasks(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # ty
         self, dl_manager: Any
     ) -> Mapping[str, Iterator[tuple[str, dict[str, Any]]]]:
         splits = self.tasks(**self._options)
+        empty = [name for name, tasks in splits.items() if not tasks]
+        if empty:
+            raise DataError(
+                f"{type(self).__name__} has no task for split {empty[0]!r}: leave it out"
+            )
         return {name: self._generate_examples(tasks) for name, tasks in splits.items()}
 
     def _generate_examples(self, tasks: Sequence[Task]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -125,23 +134,38 @@ def load_tasks(
       split: a tfds split expression such as "train" or "train[:10%]".
       data_dir: prepared data lives here, below a digest of the options and the builder's name.
     """
-    module, _, name = builder.partition(":")
-    cls = getattr(importlib.import_module(module), name, None)
-    if not (isinstance(cls, type) and issubclass(cls, AgentTasks)):
-        raise DataError(
-            f"data.builder = {builder!r}: expected 'package.module:Builder' naming an AgentTasks, "
-            f"got {cls!r}"
-        )
-    dataset = cls(data_dir=data_dir, options=options)
+    dataset = _builder_class(builder)(data_dir=data_dir, options=options)
     tfds.disable_progress_bar()
-    with contextlib.redirect_stdout(sys.stderr):  # standard output belongs to the mains
-        dataset.download_and_prepare()
-    tasks = StoredTasks(dataset.as_data_source(split=split))
-    if not len(tasks):
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # standard output belongs to the mains
+            dataset.download_and_prepare()
+    except TypeError as error:
         raise DataError(
-            f"split {split!r} of {builder} is empty: its splits are {sorted(dataset.info.splits)}"
-        )
+            f"data.options = {dict(options)!r} do not suit {builder}: {error}"
+        ) from error
+    splits = {name: info.num_examples for name, info in dataset.info.splits.items()}
+    try:
+        tasks = StoredTasks(dataset.as_data_source(split=split))
+    except ValueError as error:
+        raise DataError(
+            f"split {split!r} of {builder}: {error}. Its splits are {splits}"
+        ) from error
+    if not len(tasks):
+        raise DataError(f"split {split!r} of {builder} holds no task. Its splits are {splits}")
     return tasks
+
+
+def _builder_class(builder: str) -> type[AgentTasks]:
+    module, _, name = builder.partition(":")
+    found: Any = None
+    with contextlib.suppress(ModuleNotFoundError):
+        found = getattr(importlib.import_module(module), name, None)
+    if not (isinstance(found, type) and issubclass(found, AgentTasks)):
+        raise DataError(
+            f"data.builder = {builder!r}: expected 'package.module:Builder' naming a subclass of "
+            f"AgentTasks, got {found!r}"
+        )
+    return found
 
 
 class TaskCursor:

@@ -155,7 +155,7 @@ class Agent:
 
     async def _step(self, text: str) -> Observation:
         """The environment's answer; its ids wait in `_pending` for the turn that reads them."""
-        action = Action(text=text, tool_call=parse_command_line(text))
+        action = Action(text=text.strip(), tool_call=parse_command_line(text))
 
         async def step() -> Observation:
             observation = await self._environment.step(action)

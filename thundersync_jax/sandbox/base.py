@@ -33,9 +33,9 @@ class CommandResult:
     Attributes:
       output: standard output and error as they came, decoded with replacement; the middle of a long
         one is cut out.
-      exit_code: of the command, or of the shell when the command ended it; None when it was killed.
-      is_timeout: it was killed at its deadline. Files of the working directory stay, shell state is
-        lost.
+      exit_code: of the command, or of the shell when it ended; None when it was killed.
+      is_timeout: it was killed at its deadline. After that, as after the end of the shell, files of
+        the working directory stay; shell state, /tmp and background processes are gone.
       dropped_bytes: bytes cut out of `output`.
       limits_hit: names of the limits that fired: "timeout_s", "output_bytes", "output_flood",
         "max_processes", "max_file_bytes", "cpu_s".

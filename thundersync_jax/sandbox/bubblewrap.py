@@ -2,8 +2,8 @@
 one uid a slot.
 
 Inside the namespaces, process 1 is a supervising bash: signals from inside cannot end it, orphans
-become its children and it reaps them, and when it dies the kernel kills everything else. `kill -9
--1` from there reaches every other process.
+become its children and it reaps them, and when it dies the kernel kills everything else. A signal
+to -1 from there reaches every other process.
 """
 
 from __future__ import annotations
@@ -23,10 +23,13 @@ from thundersync_jax.sandbox.slots import Slot
 WORK = "/app"
 MAX_OPEN_FILES = 512
 
+# The first test makes sure that only a fresh namespace is ever killed and wiped.
 # Job control gives the shell default signals; `disown` keeps its end unreported. Where IPC objects
 # outlive the shell, or files cannot be wiped, the supervisor ends: the sandbox is then built again.
 SUPERVISOR = f"""
 shopt -s nullglob dotglob
+others=(/tmp/*)
+(( $$ == 1 && ${{#others[@]}} == 0 )) || {{ echo "not a fresh namespace" >&2; exit; }}
 start() {{
   set -m
   {{ {" ".join(SHELL)} {MARKER_FD}>&1 2>&1; printf '\\036%s exit %d\\036' "$1" $?; }} <&0 &

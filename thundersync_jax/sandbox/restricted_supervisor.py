@@ -14,7 +14,6 @@ the reason on the control socket. When that socket closes, everything is killed.
 import ctypes
 import json
 import os
-import platform
 import resource
 import select
 import signal
@@ -83,7 +82,7 @@ def restrict_syscalls() -> None:
     """seccomp: sockets of the AF_UNIX family only, and none of the calls that outlive a process or
     reach into another.
     """
-    architecture, socket_call, denied = SYSCALLS[platform.machine()]
+    architecture, socket_call, denied = SYSCALLS[os.uname().machine]
     program = [(LOAD, 0, 0, 4), (JUMP_EQUAL, 1, 0, architecture), (RETURN, 0, 0, DENY)]
     program += [
         (LOAD, 0, 0, 0),
@@ -151,17 +150,19 @@ class Supervisor:
         poll = select.poll()
         poll.register(2, select.POLLIN)
         poll.register(wakeup, select.POLLIN)
-        while True:
-            ready = dict(poll.poll())
-            if wakeup in ready:
-                os.read(wakeup, 4096)
-                self.reap()
-            if 2 in ready:
-                request = os.read(2, 4096).split()
-                if not request:
-                    break
-                self.answer(*map(bytes.decode, request))
-        self.kill_all()
+        try:
+            while True:
+                ready = dict(poll.poll())
+                if wakeup in ready:
+                    os.read(wakeup, 4096)
+                    self.reap()
+                if 2 in ready:
+                    request = os.read(2, 4096).split()
+                    if not request:
+                        break
+                    self.answer(*map(bytes.decode, request))
+        finally:  # also when the other end of a pipe went first
+            self.kill_all()
 
     def answer(self, request: str, token: str) -> None:
         if request == "reset":
@@ -180,7 +181,6 @@ class Supervisor:
         reason = os.read(outcome, 4096)
         os.close(outcome)
         if reason:
-            self.kill_all()
             os.write(2, reason)
             sys.exit(1)
         os.write(2, b"ready\n")
@@ -222,10 +222,9 @@ class Supervisor:
         if killer == 0:
             os.setuid(self.settings["uid"])
             try:
-                os.kill(-1, signal.SIGKILL)  # the caller itself is spared
-            except ProcessLookupError:
-                pass
-            os._exit(0)
+                os.kill(-1, signal.SIGKILL)  # the caller itself is spared; ESRCH when it is alone
+            finally:
+                os._exit(0)
         os.waitpid(killer, 0)
 
     def wipe(self) -> None:

@@ -6,9 +6,9 @@ control socket, on which it answers two requests, "reset TOKEN" (kill all, wipe,
 supervisor writes the "exit" marker of `framing` to the output; when the control socket closes it
 kills everything and exits. Its exit proves that nothing of the sandbox is alive.
 
-A timeout, a cancelled call or a broken protocol kills the whole tree; the sandbox starts again when
-next used, with the files of its working directory. Nothing here blocks the event loop for longer
-than a process start.
+A timeout, a cancelled call, an ended shell or a broken protocol kills the whole tree; the sandbox
+starts again when next used, with the files of its working directory. Nothing here blocks the event
+loop for longer than a process start.
 """
 
 from __future__ import annotations
@@ -72,7 +72,6 @@ class Backend(Protocol):
 class _State(enum.Enum):
     STOPPED = "stopped"  # no process
     PROMPT = "prompt"  # the shell waits for a command
-    NO_SHELL = "no shell"  # the supervisor waits; a command ended the shell
     BUSY = "busy"
     CLOSED = "closed"
 
@@ -102,7 +101,7 @@ class ShellSandbox:
         """See `Sandbox.run`. Raises SandboxError when the sandbox breaks; a timeout is a result."""
         self._check_free("run a command")
         if self._state is not _State.PROMPT:
-            await self._ensure_shell()
+            await self._start_again()
         self._number += 1
         text = framing.frame(command, self._token, self._number)
         self._state, self._is_clean = _State.BUSY, False
@@ -183,36 +182,35 @@ class ShellSandbox:
                 f"{self._name} is {self._state.value}, cannot {what}: it has one owner and one call"
             )
 
-    async def _ensure_shell(self) -> None:
+    async def _start_again(self) -> None:
         async with self._lifecycle:
-            if self._state is _State.NO_SHELL:
-                await self._request("shell", _RESET_TIMEOUT_S)
-            else:
-                await self._reap()
-                await self._start("shell")
+            await self._reap()
+            await self._start("shell")
 
     async def _start(self, request: str) -> None:
         self._check_free("start")
-        self._slot.open()
         self._control, theirs = socket.socketpair()
         self._control.setblocking(False)
+        is_started = False
         try:
+            self._slot.open()
             with theirs:
                 self._supervisor = self._backend.launch(self._slot, theirs.fileno())
             process = self._supervisor.process
             assert process.stdin is not None and process.stdout is not None
             with process.stdin, process.stdout:
-                self._commands, self._output = (
-                    os.dup(process.stdin.fileno()),
-                    os.dup(process.stdout.fileno()),
-                )
+                self._commands = os.dup(process.stdin.fileno())
+                self._output = os.dup(process.stdout.fileno())
             for fd in (self._commands, self._output):
                 os.set_blocking(fd, False)
             self._supervisor.started(await self._request(request, self._limits.start_timeout_s))
-        except (OSError, SandboxError):
-            self._control.close()
-            self.kill()
-            raise
+            is_started = True
+        except OSError as error:
+            raise SandboxError(f"{self._name} did not start: {error}") from error
+        finally:
+            if not is_started:
+                self._control.close()
+                self.kill()
 
     async def _request(self, request: str, timeout_s: float) -> bytes:
         """Asks the supervisor for a new shell and returns what it wrote before "ready"."""
@@ -232,9 +230,7 @@ class ShellSandbox:
                 chunk = control.recv(4096)
                 answer += chunk
                 if not chunk:
-                    raise SandboxError(
-                        f"{self._name} ended: {answer.decode(errors='replace').strip()}"
-                    )
+                    raise ConnectionResetError("it ended")
             if request == "reset":  # every writer is dead: what is left belongs to nobody
                 with contextlib.suppress(BlockingIOError):
                     while os.read(self._output, _READ_BYTES):
@@ -242,8 +238,10 @@ class ShellSandbox:
             self._state = _State.PROMPT
             return answer
         except OSError as error:
-            reason = answer.decode(errors="replace").strip() or error
-            raise SandboxError(f"{self._name} died at {request!r}: {reason}") from error
+            with contextlib.suppress(OSError):  # its last words may have come before it ended
+                answer += control.recv(4096)
+            words = answer.decode(errors="replace").rpartition("}\n")[2].strip()
+            raise SandboxError(f"{self._name} died at {request!r}: {words or error}") from error
         finally:
             if self._state is _State.BUSY:
                 self.kill()
@@ -273,7 +271,8 @@ class ShellSandbox:
                 raise SandboxError(
                     f"{self._name}: end of command {marker.kind}, expected {self._number}"
                 )
-            self._state = _State.NO_SHELL if marker.kind == "exit" else _State.PROMPT
+            if marker.kind != "exit":  # an ended shell may have left its command unread
+                self._state = _State.PROMPT
             limits += [_EXIT_LIMITS[exit_code]] if exit_code in _EXIT_LIMITS else []
         if num_dropped:
             limits.append("output_bytes")

@@ -1,8 +1,8 @@
 """A slot: the numeric uid and the directories of one sandbox on the host.
 
 As root every slot has a uid of its own, because RLIMIT_NPROC counts per uid and because processes
-are killed by uid. A uid is leased by a file lock, so two runs on one host never share one, and a
-run that died leaves none taken.
+are killed by uid. A uid is leased by a file lock, so two runs on one host never share one; a run
+that died leaves no uid taken, and the next holder of the uid removes its directories.
 """
 
 from __future__ import annotations
@@ -49,9 +49,14 @@ class Slot:
         """Leases a uid and makes the directories; does nothing when that is done."""
         if self.base is not None:
             return
+        prefix = "thundersync-sandbox-"
         if os.getuid() == 0:
             self.uid, self._lock = _lease_uid()
-        self.base = Path(tempfile.mkdtemp(prefix="thundersync-sandbox-"))
+            prefix += f"{self.uid}-"
+            for stale in Path(tempfile.gettempdir()).glob(f"{prefix}*"):  # left by a run that died
+                if stale.lstat().st_uid == 0:
+                    _remove_tree(stale)
+        self.base = Path(tempfile.mkdtemp(prefix=prefix))
         self.base.chmod(0o711)  # the sandbox's uid passes through, and sees nothing
         self._make_directories()
 
@@ -60,7 +65,8 @@ class Slot:
         if self.base is not None:
             _remove_tree(self.work)
             _remove_tree(self.tmp)
-            self._make_directories()
+            with _refused("."):
+                self._make_directories()
 
     def close(self) -> None:
         """Removes the directories and frees the uid."""
@@ -170,4 +176,4 @@ def _refused(path: str) -> Iterator[None]:
 def _remove_tree(path: Path) -> None:
     if os.getuid() != 0:  # a directory without permissions stops anyone but root
         subprocess.run(["chmod", "-R", "u+rwX", str(path)], check=False, capture_output=True)
-    shutil.rmtree(path)
+    shutil.rmtree(path, ignore_errors=True)  # what stays makes the next mkdir fail by name

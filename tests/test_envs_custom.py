@@ -1,0 +1,44 @@
+"""The example of a user's own environment runs as it stands."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+from pathlib import Path
+
+from sandbox_cases import pool
+
+from thundersync_jax.config import resolve
+from thundersync_jax.envs.base import Action, Attempt
+from thundersync_jax.trajectory import TrajectoryKey
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_the_example_plays_and_grades(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))
+    example = importlib.import_module("configs.custom_env")
+    config = resolve(example.get_config())
+    module, _, function = config.env.factory.partition(":")
+    suite = getattr(importlib.import_module(module), function)(**config.env.options)
+    assert suite.vocabulary[:2] == ("<bos>", "<eos>")
+
+    async def play(sandboxes, task, *texts):
+        key = TrajectoryKey(step=0, group=0, index=0)
+        environment = suite.make(Attempt(key=key, task=task, seed=0, sandboxes=sandboxes))
+        await environment.reset()
+        observations = [await environment.step(Action(text=text, tool_call=None)) for text in texts]
+        reward = await environment.grade()
+        await environment.close()
+        return [(o.text, o.is_done) for o in observations], reward
+
+    async def body():
+        async with pool("restricted", num_slots=1) as sandboxes:
+            task = suite.tasks("train")[2]
+            assert task.files == {"hidden": "cheese"}
+            played = await play(sandboxes, task, "apple", "no", "cheese")
+            assert played == ([("no", False), ("what?", False), ("no", True)], 1 / 3)
+            assert await play(sandboxes, task, "bread; rm hidden") == ([("what?", False)], 0.0)
+            assert sandboxes.owners == ()
+
+    asyncio.run(body())
