@@ -57,6 +57,6 @@ def _parse_flags(argv: list[str]) -> list[str]:
             text = f"config has no key {near[2]!r}. Did you mean {near[1]!r}?"
         elif key or isinstance(error, KeyError):
             name = key[1] if key else error.args[0]
-            text = f"config has no key {name!r}: the command line changes keys that the config file has"
+            text = f"config has no key {name!r}: only keys that the config file has can be changed"
         print(f"error: {textwrap.shorten(text, 400)}", file=sys.stderr)
         sys.exit(USER_ERROR)

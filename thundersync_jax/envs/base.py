@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Action:
-    """What the policy said in one turn: its text, stripped, and the tool call in it if it parsed."""
+    """What the policy said in one turn: its stripped text, and the tool call in it if it parsed."""
 
     text: str
     tool_call: ToolCall | None

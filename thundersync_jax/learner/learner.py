@@ -1,4 +1,4 @@
-"""`Learner`: every gradient as soon as its inputs are fixed, the batch-synchronous update from them.
+"""`Learner`: every gradient as soon as its inputs are fixed, and the batch-synchronous update.
 
 Owns the train state, the batch accumulator and the pool of group buffers; all are donated to the
 programs and replaced by their results. One thread owns a learner: no method may be called from two
