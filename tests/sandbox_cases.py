@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import functools
 import os
 import secrets
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
-from thundersync_jax.config import SandboxSection
+from thundersync_jax.config_sections import SandboxSection
 from thundersync_jax.sandbox.base import OwnedSandbox, SandboxPool
 from thundersync_jax.sandbox.selection import BACKENDS
 
@@ -24,10 +25,8 @@ CLONE_NEWNS, CLONE_NEWUSER, CLONE_NEWPID = 0x00020000, 0x10000000, 0x20000000
 def forbids_namespaces() -> bool:
     """Whether the kernel refuses this user new namespaces: only then can bubblewrap not work."""
     flags = CLONE_NEWNS | CLONE_NEWPID | (0 if os.getuid() == 0 else CLONE_NEWUSER)
-    child = os.fork()
-    if child == 0:
-        os._exit(0 if ctypes.CDLL(None).unshare(flags) == 0 else 1)
-    return os.waitpid(child, 0)[1] != 0
+    code = f"import ctypes; raise SystemExit(ctypes.CDLL(None).unshare({flags}) != 0)"
+    return subprocess.run([sys.executable, "-c", code], timeout=60).returncode != 0
 
 
 def require(backend: str) -> None:
