@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from sandbox_cases import forbids_namespaces, one_sandbox, require
 
-from thundersync_jax.config import SandboxSection
+from thundersync_jax.config_sections import SandboxSection
 from thundersync_jax.errors import UserError
 from thundersync_jax.sandbox import selection
 from thundersync_jax.sandbox.bubblewrap import SUPERVISOR, BubblewrapBackend
