@@ -14,7 +14,7 @@ def get_config() -> ConfigDict:
     config.model.max_context = 12
     config.learner.buckets = (12,)
     config.learner.pool_size = 1
-    config.learner.lanes = 4
+    config.learner.tokens_per_step = 48
     config.optimizer.learning_rate = 1e-3
     config.env.options = ConfigDict(
         {"num_values": 4, "max_turns": 5, "tool_delay_s": 0.0, "num_train_tasks": 7}

@@ -17,7 +17,7 @@ LAYERS = {
         "errors", "trajectory", "config", "config_sections", "metrics", "trajectory_log", "workdir",
         "command_line",
     },
-    1: {"sharding", "model", "losses", "transport"},
+    1: {"sharding", "hlo", "topology", "model", "losses", "transport"},
     2: {
         "learner", "serving", "coordinator", "rollout", "envs", "sandbox", "cluster", "viewing",
         "benchmarks",

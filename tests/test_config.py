@@ -11,7 +11,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from thundersync_jax.config import RunConfig, default_config, resolve, resume_differences, to_dict
-from thundersync_jax.config_sections import ConfigError
+from thundersync_jax.errors import ConfigError
 
 
 def changed(**keys):
@@ -46,7 +46,8 @@ def test_a_mistyped_key_names_its_neighbor():
         ({"model__max_context": 65}, "learner.buckets = .* at least model.max_context = 65"),
         ({"learner__buckets": (32, 16)}, "learner.buckets = .*ascending"),
         ({"learner__pool_size": -1}, "learner.pool_size = -1: expected 0 or more"),
-        ({"learner__lanes": 0}, "learner.lanes = 0: expected at least 1"),
+        ({"learner__tokens_per_step": 63}, "tokens_per_step = 63: expected at least the longest"),
+        ({"learner__held_gradients": -1}, "learner.held_gradients = -1: expected 0 or more"),
         ({"learner__normalizer": "mean"}, "expected one of"),
         ({"learner__tis_cap": float("nan")}, "learner.tis_cap = nan"),
         ({"run__mode": "sync"}, "run.mode = 'sync': expected 'stream' or 'barrier'"),

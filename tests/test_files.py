@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thundersync_jax.config import RunConfig
-from thundersync_jax.config_sections import ConfigError
+from thundersync_jax.errors import ConfigError
 from thundersync_jax.metrics import JsonlWriter, read_jsonl, write_jsonl_atomically
 from thundersync_jax.trajectory import (
     Rollout,

@@ -18,25 +18,46 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thundersync_jax.config_sections import LearnerSection, OptimizerSection
-from thundersync_jax.learner.buckets import bucket_of, make_example, pad_lanes
+from thundersync_jax.learner.buckets import LaneItem, bucket_of, make_example, pad_lanes
 from thundersync_jax.learner.compilation import CompileCounter
 from thundersync_jax.learner.groups import LearnerError
-from thundersync_jax.learner.learner import (
-    LogprobGapError,
-    NonFiniteGradientError,
-    OpenGroupsError,
-)
+from thundersync_jax.learner.learner import OpenGroupsError
 from thundersync_jax.learner.optimizer import learning_rate_schedule, make_optimizer
 from thundersync_jax.learner.reference import reference_gradient
+from thundersync_jax.learner.statistics import LogprobGapError, NonFiniteGradientError
 from thundersync_jax.learner.streaming import ScoreSettings, score
 from thundersync_jax.trajectory import TrajectoryBuilder, TrajectoryError, TrajectoryTokens
 
 MODEL = lc.tiny()
 
 
+def score_of(settings, params, example, bucket, targets=None):
+    """S of one example in the given bucket."""
+    lanes = jax.tree.map(lambda x: x[0], pad_lanes([[LaneItem(example=example)]], 1, bucket))
+    value, _ = score(
+        settings,
+        params,
+        None,
+        lanes.tokens[0],
+        lanes.targets[0] if targets is None else targets,
+        lanes.weights[0],
+        lanes.behavior_logprobs[0],
+        lanes.num_positions[0],
+        lanes.prefix_length[0],
+    )
+    return value
+
+
+def report_of(learner):
+    """The report that an update would give, without one."""
+    return learner._statistics.report(
+        learner._schedule.groups, policy_version=0, is_empty=False, grad_norm=0.0, learning_rate=0.0
+    )
+
+
 @functools.cache
 def shared_learner(pool_size: int):
-    return lc.make_learner(MODEL, pool_size=pool_size, lanes=3)
+    return lc.make_learner(MODEL, pool_size=pool_size, tokens_per_step=64)
 
 
 @pytest.mark.parametrize("pool_size", [0, 1, 8])
@@ -53,7 +74,7 @@ def test_streamed_gradient_equals_the_reference_for_every_arrival_order(pool_siz
 def test_streamed_gradient_equals_the_reference_in_float64():
     with jax.enable_x64(True):
         model, cases = lc.tiny("float64"), lc.random_batch(1)
-        learner = lc.make_learner(model, pool_size=1, lanes=3)
+        learner = lc.make_learner(model, pool_size=1, tokens_per_step=64)
         learner.state.reward_center = 0.8
         want = lc.reference(model, learner.state.params, cases, LearnerSection())
         for order in range(4):
@@ -77,7 +98,7 @@ def test_any_batch_in_any_order_ends_and_agrees(data):
         assert all(not np.any(g) for g in jax.tree.leaves(got))
     else:
         assert lc.rel_l2(got, want) <= 1e-5
-    paths = learner._report(False, 0.0, [0.0]).paths
+    paths = report_of(learner).paths
     assert sum(paths.values()) == sum(r is not None for c in cases for r in c.rewards)
     learner.abandon()
 
@@ -100,14 +121,7 @@ def test_reference_equals_finite_differences_of_the_objective():
             moved = jax.tree.map(lambda p, d: p + step * d, params, direction)
             total = 0.0
             for advantage, example in zip(advantages, examples, strict=True):
-                lanes = pad_lanes([example], 1, example.num_positions)
-                fields = (lanes.tokens, lanes.targets, lanes.weights, lanes.behavior_logprobs)
-                value, _ = score(
-                    ScoreSettings(model=model),
-                    moved,
-                    *(f[0] for f in fields),
-                    lanes.num_positions[0],
-                )
+                value = score_of(ScoreSettings(model=model), moved, example, example.num_positions)
                 total += advantage * float(value)
             return -total / 7.0
 
@@ -121,7 +135,10 @@ def test_reference_equals_finite_differences_of_the_objective():
 
 def test_update_is_the_optimizer_step_on_the_reference_gradient():
     section = OptimizerSection(learning_rate=1e-2, clip_norm=0.05)
-    learner, cases = lc.make_learner(MODEL, optimizer=section, lanes=3), lc.random_batch(4)
+    learner, cases = (
+        lc.make_learner(MODEL, optimizer=section, tokens_per_step=64),
+        lc.random_batch(4),
+    )
     params = jax.tree.map(jnp.array, learner.state.params)
     want = lc.reference(MODEL, params, cases, LearnerSection())
     lc.enqueue(learner, cases)
@@ -146,7 +163,7 @@ def test_barrier_and_stream_give_the_same_update():
     cases = lc.random_batch(5)
     results = []
     for is_barrier in (True, False):
-        learner = lc.make_learner(MODEL, lanes=3)
+        learner = lc.make_learner(MODEL, tokens_per_step=64)
         for step in range(3):
             if is_barrier:
                 lc.enqueue(learner, cases)
@@ -161,9 +178,9 @@ def test_barrier_and_stream_give_the_same_update():
 
 def test_a_long_run_compiles_nothing_after_warm_up():
     """40 different lengths: the ladder alone decides the programs (LESSONS 21, 28)."""
-    learner = lc.make_learner(MODEL, lanes=2)
+    learner = lc.make_learner(MODEL, tokens_per_step=64)
     num_programs = learner.warm_up()
-    assert num_programs == 2 * 3 + 2
+    assert num_programs == 2 * 3 + 2 + 3  # folds, binds, close, update, gather
     counter = CompileCounter()
     counter.start()
     rng = np.random.default_rng(0)
@@ -182,12 +199,15 @@ def test_a_long_run_compiles_nothing_after_warm_up():
 
 
 def test_accumulators_are_donated_and_zero_after_the_update():
-    learner = lc.make_learner(MODEL, lanes=3)
-    before = learner._batch
+    learner = lc.make_learner(MODEL, tokens_per_step=64)
+    before = learner._buffers.batch
     lc.enqueue(learner, lc.random_batch(0))
     learner.update()
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(before))
-    assert all(not np.any(leaf) for leaf in jax.tree.leaves((learner._batch, learner._pool)))
+    assert all(
+        not np.any(leaf)
+        for leaf in jax.tree.leaves((learner._buffers.batch, learner._buffers._pairs))
+    )
 
 
 # -- what a step may consist of
@@ -214,7 +234,7 @@ def one_group(rewards, *, masked: bool = False, length: int = 3):
     ],
 )
 def test_an_empty_step_changes_nothing(cases):
-    learner = lc.make_learner(MODEL, lanes=3)
+    learner = lc.make_learner(MODEL, tokens_per_step=64)
     lc.enqueue(learner, lc.random_batch(0))
     learner.update()  # Adam has moments now: a zero gradient would move the weights
     before = lc.copy_state(learner)
@@ -235,7 +255,10 @@ def test_equal_rewards_that_were_streamed_leave_no_residual():
         learner.set_reward(group, index, 0.1)
         learner.work()
     assert learner.update().is_empty
-    assert all(not np.any(leaf) for leaf in jax.tree.leaves((learner._batch, learner._pool)))
+    assert all(
+        not np.any(leaf)
+        for leaf in jax.tree.leaves((learner._buffers.batch, learner._buffers._pairs))
+    )
 
 
 def test_a_failed_attempt_leaves_the_moments_and_the_sum():
@@ -256,7 +279,7 @@ def test_a_failed_attempt_leaves_the_moments_and_the_sum():
 
 def test_token_mean_is_the_mean_over_all_tokens_that_arrived():
     """LESSONS 5 and 6: lengths 2 and 30 are divided once, by 32, whatever the buckets and lanes."""
-    learner = lc.make_learner(MODEL, lanes=1)
+    learner = lc.make_learner(MODEL, tokens_per_step=64)
     cases = one_group((1.0, 0.0), length=2)
     long = one_group((1.0, 0.0), length=30)[0].trajectories[0]
     cases = [dataclasses.replace(cases[0], trajectories=(cases[0].trajectories[0], long))]
@@ -271,7 +294,10 @@ def test_token_mean_is_the_mean_over_all_tokens_that_arrived():
     "changes", [{"normalizer": "trajectory_mean"}, {"tis_cap": 1.5}, {"advantage": "dr_grpo"}]
 )
 def test_options_agree_with_the_reference(changes):
-    learner, cases = lc.make_learner(MODEL, lanes=3, pool_size=1, **changes), lc.random_batch(6)
+    learner, cases = (
+        lc.make_learner(MODEL, tokens_per_step=64, pool_size=1, **changes),
+        lc.random_batch(6),
+    )
     want = lc.reference(MODEL, learner.state.params, cases, LearnerSection(**changes))
     lc.run_events(learner, cases, np.random.default_rng(0))
     assert lc.rel_l2(learner.gradient(), want) <= 1e-5
@@ -281,8 +307,8 @@ def test_three_calls_equal_one_call():
     """LESSONS 4: lanes of one trajectory and of all of them accumulate the same sum."""
     cases = lc.random_batch(7)
     gradients = []
-    for lanes in (1, 8):
-        learner = lc.make_learner(MODEL, lanes=lanes)
+    for tokens_per_step in (64, 512):
+        learner = lc.make_learner(MODEL, tokens_per_step=tokens_per_step)
         lc.enqueue(learner, cases)
         gradients.append(learner.gradient())
     assert lc.rel_l2(*gradients) <= 1e-6
@@ -300,21 +326,10 @@ def test_observation_targets_do_not_reach_the_gradient():
     assert example.targets.tolist() == [2, 3, 4]  # trimmed after the last action token
     assert example.weights.tolist() == [0.0, 1.0, 1.0]
     settings_ = ScoreSettings(model=MODEL)
-    lanes = pad_lanes([example], 1, 16)
-    gradient = jax.grad(
-        lambda p, t: score(
-            settings_,
-            p,
-            lanes.tokens[0],
-            t,
-            lanes.weights[0],
-            lanes.behavior_logprobs[0],
-            lanes.num_positions[0],
-        )[0]
-    )
+    gradient = jax.grad(lambda p, targets: score_of(settings_, p, example, 3, targets))
     params = lc.init_params(MODEL, 0)
-    perturbed = np.where(lanes.weights[0] == 0, 9, lanes.targets[0])
-    first, second = gradient(params, lanes.targets[0]), gradient(params, perturbed)
+    perturbed = np.where(example.weights == 0, 9, example.targets)
+    first, second = gradient(params, example.targets), gradient(params, perturbed)
     assert lc.rel_l2(first, second) == 0.0
 
 
@@ -323,11 +338,7 @@ def test_padding_and_bucket_do_not_change_the_example():
         np.asarray([1], np.int32), lc.random_tokens(np.random.default_rng(0), 2), "token_mean"
     )
     settings_, params = ScoreSettings(model=MODEL), lc.init_params(MODEL, 0)
-    values = []
-    for bucket in (16, 64):
-        lanes = pad_lanes([example], 2, bucket)
-        fields = (lanes.tokens, lanes.targets, lanes.weights, lanes.behavior_logprobs)
-        values.append(score(settings_, params, *(f[0] for f in fields), lanes.num_positions[0])[0])
+    values = [score_of(settings_, params, example, bucket) for bucket in (16, 64)]
     np.testing.assert_allclose(values[0], values[1], rtol=1e-6)
     assert bucket_of(16, (16, 32)) == 16
     assert bucket_of(17, (16, 32)) == 32
@@ -405,7 +416,7 @@ def test_a_non_finite_gradient_names_its_trajectory_and_never_reaches_the_optimi
         "embedding" if "embedding" in learner.state.params else next(iter(learner.state.params))
     ]
     params = jax.tree.map(lambda p: p.at[(0,) * p.ndim].set(jnp.nan), learner.state.params)
-    learner.state.params = params
+    learner.load(dataclasses.replace(learner.state, params=params))
     before = lc.copy_state(learner)
     lc.enqueue(learner, one_group((1.0, 0.0)))
     with pytest.raises(NonFiniteGradientError, match=r"task 'task-0'\) index 0"):

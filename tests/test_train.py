@@ -79,7 +79,8 @@ def learner_of_run() -> Learner:
 def restored(workdir: Path) -> Learner:
     learner = learner_of_run()
     checkpoints = Checkpointer(workdir / "checkpoints", keep_last=2)
-    learner.state, _ = checkpoints.restore(learner.state, 6)
+    state, _ = checkpoints.restore(learner.state, 6)
+    learner.load(state)
     checkpoints.close()
     return learner
 

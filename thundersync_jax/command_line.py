@@ -16,8 +16,7 @@ from collections.abc import Callable, Sequence
 from absl import app, flags, logging
 from ml_collections import ConfigDict
 
-from thundersync_jax.config_sections import ConfigError
-from thundersync_jax.errors import UserError
+from thundersync_jax.errors import ConfigError, UserError
 
 USER_ERROR = 2
 

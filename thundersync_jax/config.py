@@ -19,7 +19,6 @@ from ml_collections import ConfigDict
 
 from thundersync_jax.config_sections import (
     CheckpointSection,
-    ConfigError,
     DataSection,
     EnvSection,
     EvaluationSection,
@@ -31,8 +30,8 @@ from thundersync_jax.config_sections import (
     SamplingSection,
     SandboxSection,
     ServingSection,
-    check,
 )
+from thundersync_jax.errors import ConfigError, check
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

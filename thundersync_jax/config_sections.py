@@ -11,22 +11,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from thundersync_jax.errors import UserError
+from thundersync_jax.errors import check
 
-
-class ConfigError(UserError, ValueError):
-    """A configuration that cannot run: the key, its value, what was expected, what to do."""
-
-
-def check(condition: bool, key: str, value: Any, expected: str, remedy: str = "") -> None:
-    """Raises ConfigError in the common wording unless `condition` holds."""
-    if not condition:
-        raise ConfigError(
-            f"config.{key} = {value!r}: expected {expected}." + (f" {remedy}" if remedy else "")
-        )
-
-
-# Keys that may differ when a work directory is resumed; a difference in any other key is refused.
 RESUME_MUTABLE = {"resume_mutable": True}
 
 
@@ -132,11 +118,19 @@ class LearnerSection:
     """The learner's memory and shapes.
 
     Attributes:
+      mesh: devices along data, fsdp, tensor.
       pool_size: group buffers, each a pair (G1, G2) of the parameters' size in float32; 0 holds
         every group.
       buckets: padded trajectory lengths (prompt included), ascending; the last must hold
         model.max_context.
-      lanes: trajectories that one program call scans.
+      tokens_per_step: padded tokens that one call scans on every replica: K trajectories of
+        bucket T with K x T at most this, and at least one.
+      pairs_per_call: open groups whose pairs one call can reach.
+      held_gradients: trajectories whose gradient each replica may compute ahead of their verdicts,
+        when it would idle otherwise; each costs memory of the parameters' size in float32.
+      prompt_buckets: padded lengths of shared prompts, ascending; none shares no prompt.
+      prompt_slots: shared prompts a replica can hold; a group without one shares none.
+      min_shared_tokens: a shorter prompt is run by every trajectory itself.
       normalizer: "token_mean" divides by the action tokens that arrived; "trajectory_mean" gives
         every trajectory weight 1/length and divides by the trajectories that arrived.
       advantage: "grpo" divides by the group's standard deviation; "dr_grpo" does not.
@@ -146,15 +140,22 @@ class LearnerSection:
         set.
     """
 
+    mesh: tuple[int, ...] = mutable((1, 1, 1))
     pool_size: int = 8
     buckets: tuple[int, ...] = (16, 32, 64)
-    lanes: int = 8
+    tokens_per_step: int = 256
+    pairs_per_call: int = 1
+    held_gradients: int = 2
+    prompt_buckets: tuple[int, ...] = ()
+    prompt_slots: int = 16
+    min_shared_tokens: int = 32
     normalizer: str = "token_mean"
     advantage: str = "grpo"
     tis_cap: float = 0.0
     max_logprob_gap: float = 0.5
 
     def __post_init__(self) -> None:
+        check(len(self.mesh) == 3, "learner.mesh", self.mesh, "devices along data, fsdp, tensor")
         check(self.pool_size >= 0, "learner.pool_size", self.pool_size, "0 or more buffers")
         is_ladder = (
             bool(self.buckets)
@@ -162,7 +163,21 @@ class LearnerSection:
             and self.buckets[0] >= 2
         )
         check(is_ladder, "learner.buckets", self.buckets, "ascending lengths of at least 2")
-        check(self.lanes >= 1, "learner.lanes", self.lanes, "at least 1")
+        check(self.held_gradients >= 0, "learner.held_gradients", self.held_gradients, "0 or more")
+        for key in ("pairs_per_call", "prompt_slots", "min_shared_tokens"):
+            check(getattr(self, key) >= 1, f"learner.{key}", getattr(self, key), "at least 1")
+        check(
+            self.tokens_per_step >= self.buckets[-1],
+            "learner.tokens_per_step",
+            self.tokens_per_step,
+            f"at least the longest bucket, {self.buckets[-1]} tokens",
+        )
+        check(
+            list(self.prompt_buckets) == sorted(set(self.prompt_buckets)),
+            "learner.prompt_buckets",
+            self.prompt_buckets,
+            "ascending lengths",
+        )
         normalizers = ("token_mean", "trajectory_mean")
         check(
             self.normalizer in normalizers,

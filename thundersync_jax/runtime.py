@@ -12,17 +12,17 @@ import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+from jax.sharding import Mesh
+
 from thundersync_jax.config import RunConfig
-from thundersync_jax.config_sections import (
-    ConfigError,
-    EnvSection,
-    SamplingSection,
-    check,
-)
+from thundersync_jax.config_sections import EnvSection, SamplingSection
 from thundersync_jax.envs.base import EnvironmentSuite
 from thundersync_jax.envs.data import load_tasks
+from thundersync_jax.errors import ConfigError, check
 from thundersync_jax.learner.learner import Learner
 from thundersync_jax.model.presets import TransformerConfig, preset
+from thundersync_jax.model.sharded import check_divisible
 from thundersync_jax.model.transformer import init_params
 from thundersync_jax.rollout.agent import derive_seed
 from thundersync_jax.rollout.chat import Tokenizer, word_tokenizer
@@ -31,6 +31,7 @@ from thundersync_jax.sandbox.base import SandboxPool, SelfTestReport
 from thundersync_jax.sandbox.selection import open_pool
 from thundersync_jax.serving.engine import PolicyEngine
 from thundersync_jax.serving.worker import ServingWorker
+from thundersync_jax.sharding import MeshShape, make_mesh
 from thundersync_jax.trajectory import Task
 from thundersync_jax.workdir import WorkDirectory
 
@@ -87,6 +88,7 @@ async def build(config: RunConfig, workdir: WorkDirectory) -> Runtime:
         config.optimizer,
         model,
         init_params(model, config.run.seed),
+        mesh=make_learner_mesh(config, model),
         temperature=config.sampling.temperature,
         logprob_chunk=config.model.logprob_chunk,
     )
@@ -133,6 +135,14 @@ def make_model(config: RunConfig, tokenizer: Tokenizer) -> TransformerConfig:
         f"at least the {tokenizer.vocab_size} words of the environment's vocabulary",
     )
     return model
+
+
+def make_learner_mesh(config: RunConfig, model: TransformerConfig) -> Mesh:
+    """The configured mesh over the first devices; MeshError when it cannot hold the model."""
+    data, fsdp, tensor = config.learner.mesh
+    shape = MeshShape(data=data, fsdp=fsdp, tensor=tensor)
+    check_divisible(shape, model, (*config.learner.buckets, *config.learner.prompt_buckets))
+    return make_mesh(shape, jax.devices()[: shape.num_devices])
 
 
 def _tasks(

@@ -133,7 +133,8 @@ class Trainer:
         learner, workdir = self._runtime.learner, self._runtime.workdir
         newest = self._checkpoints.latest()
         if newest is not None:
-            learner.state, self._position = self._checkpoints.restore(learner.state, newest)
+            state, self._position = self._checkpoints.restore(learner.state, newest)
+            learner.load(state)
             self._progress.message(f"resumed from the checkpoint of step {newest}")
         logged = {line["step"] for line in read_jsonl(workdir.metrics)}
         first = self._position.num_steps
@@ -194,8 +195,8 @@ class Trainer:
         await asyncio.to_thread(self._publish_now)
 
     def _publish_now(self) -> None:
-        state = self._runtime.learner.state
-        self._runtime.worker.publish(state.params, state.policy_version)
+        learner = self._runtime.learner
+        self._runtime.worker.publish(learner.params, learner.state.policy_version)
 
     def _advance(self, num_tasks: int, is_empty: bool, reward: float) -> None:
         self._position = RunPosition(

@@ -23,7 +23,7 @@ from typing import Any
 
 import thundersync_jax
 from thundersync_jax.config import RunConfig, resume_differences, to_dict
-from thundersync_jax.config_sections import ConfigError
+from thundersync_jax.errors import ConfigError
 from thundersync_jax.metrics import write_atomically
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "google-jetstream", "numpy")

@@ -45,7 +45,7 @@ def _distance(dtype: str, pool_size: int) -> float:
     """The worst distance over this pool's orders; each order has a batch of its own."""
     model = preset("tiny", vocab_size=VOCAB_SIZE, dtype=dtype)
     config = dataclasses.replace(
-        LearnerSection(), pool_size=pool_size, lanes=3, max_logprob_gap=1e9
+        LearnerSection(), pool_size=pool_size, tokens_per_step=64, max_logprob_gap=1e9
     )
     learner = Learner(config, OptimizerSection(), model, init_params(model, 0))
     learner.state.reward_center = 0.8

@@ -1,7 +1,9 @@
-"""Static shapes for trajectories of any length: a ladder of padded lengths, and padding in numpy.
+"""Static shapes for trajectories of any length: ladders of padded lengths, and padding in numpy.
 
 Padding happens on the host because padding on the device would compile one program per length.
-Everything after the last action token has an exactly zero gradient and is trimmed first.
+Everything after the last action token has an exactly zero gradient and is trimmed first. With a
+shared prompt a trajectory is its *branch*: it begins with the prompt's last token and attends to
+the keys and values of the tokens before, which its group computed once.
 """
 
 from __future__ import annotations
@@ -21,19 +23,20 @@ from thundersync_jax.trajectory import TrajectoryTokens
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Example:
-    """One trajectory as the learner differentiates it: inputs and shifted targets, trimmed, not yet
-    padded.
+    """One trajectory as the learner differentiates it: inputs and shifted targets, not yet padded.
 
     Attributes:
       tokens, targets: int32 [T]; position t predicts targets[t].
       weights: float32 [T]; 0 where the target is not an action token.
       behavior_logprobs: float32 [T], aligned with `targets`.
+      prefix_length: tokens before these, whose keys and values the group shares; 0 without.
     """
 
     tokens: np.ndarray
     targets: np.ndarray
     weights: np.ndarray
     behavior_logprobs: np.ndarray
+    prefix_length: int = 0
 
     @property
     def num_positions(self) -> int:
@@ -42,13 +45,17 @@ class Example:
 
 
 class Lanes(struct.PyTreeNode):
-    """K examples padded to one bucket T, the input of one program call.
+    """R x K examples padded to one bucket T, the input of one program call.
 
     Attributes:
-      tokens, targets: int32 [K, T].
-      weights, behavior_logprobs: float32 [K, T].
-      num_positions: int32 [K]; 0 for an empty lane.
-      num_lanes: int32 []; lanes from here on are empty and cost nothing.
+      tokens, targets: int32 [R, K, T].
+      weights, behavior_logprobs: float32 [R, K, T].
+      num_positions, prefix_length: int32 [R, K]; 0 positions for an empty lane.
+      slot: int32 [R, K]; the prompt slot of the lane's group, if it has a prefix.
+      adjoint_slot: int32 [R, K]; where the prompt's share of the gradient goes: the same slot, or
+        that of a held gradient.
+      num_lanes: int32 [R], all equal; lanes from here on are empty on every replica and cost
+        nothing.
     """
 
     tokens: jax.Array
@@ -56,16 +63,45 @@ class Lanes(struct.PyTreeNode):
     weights: jax.Array
     behavior_logprobs: jax.Array
     num_positions: jax.Array
+    prefix_length: jax.Array
+    slot: jax.Array
+    adjoint_slot: jax.Array
     num_lanes: jax.Array
 
 
-def make_example(prompt_ids: np.ndarray, tokens: TrajectoryTokens, normalizer: str) -> Example:
+class Prompts(struct.PyTreeNode):
+    """One prompt a replica, padded to one bucket P.
+
+    Attributes:
+      tokens: int32 [R, P].
+      length: int32 [R]; 0 where the replica has none.
+      slot: int32 [R].
+    """
+
+    tokens: jax.Array
+    length: jax.Array
+    slot: jax.Array
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LaneItem:
+    """An example on its way into a lane."""
+
+    example: Example
+    slot: int = 0
+    adjoint_slot: int = 0
+
+
+def make_example(
+    prompt_ids: np.ndarray, tokens: TrajectoryTokens, normalizer: str, *, is_shared: bool = False
+) -> Example:
     """Joins prompt and trajectory, shifts targets, and trims what carries no gradient.
 
     Args:
       prompt_ids: int32 [P], P >= 1.
       tokens: what followed the prompt.
       normalizer: see `losses.score.token_weights`.
+      is_shared: leave out what comes before the prompt's last token.
     """
     num_prompt = prompt_ids.shape[0]
     actions = np.flatnonzero(tokens.action_mask)
@@ -74,8 +110,13 @@ def make_example(prompt_ids: np.ndarray, tokens: TrajectoryTokens, normalizer: s
     not_sampled = np.zeros(num_prompt, np.float32)
     weights = np.concatenate([not_sampled, token_weights(tokens.action_mask, normalizer)])[:end]
     logprobs = np.concatenate([not_sampled, tokens.behavior_logprobs])[:end]
+    begin = num_prompt - 1 if is_shared and actions.size else 0
     return Example(
-        tokens=ids[:-1], targets=ids[1:], weights=weights[1:], behavior_logprobs=logprobs[1:]
+        tokens=ids[begin:-1],
+        targets=ids[begin + 1 :],
+        weights=weights[begin + 1 :],
+        behavior_logprobs=logprobs[begin + 1 :],
+        prefix_length=begin,
     )
 
 
@@ -87,28 +128,46 @@ def bucket_of(num_positions: int, buckets: Sequence[int]) -> int:
     return buckets[at]
 
 
-def pad_lanes(examples: Sequence[Example], num_lanes: int, bucket: int) -> Lanes:
-    """Pads at most `num_lanes` examples of at most `bucket` positions, on the host."""
-    if len(examples) > num_lanes:
-        raise ValueError(f"{len(examples)} examples do not fit {num_lanes} lanes")
-    shape = (num_lanes, bucket)
-    arrays: dict[str, Any] = {
-        "tokens": np.zeros(shape, np.int32),
-        "targets": np.zeros(shape, np.int32),
-        "weights": np.zeros(shape, np.float32),
-        "behavior_logprobs": np.zeros(shape, np.float32),
+def pad_lanes(replicas: Sequence[Sequence[LaneItem]], lanes_per_call: int, bucket: int) -> Lanes:
+    """Pads every replica's examples, at most `lanes_per_call` of at most `bucket` positions."""
+    longest = max(len(items) for items in replicas)
+    if longest > lanes_per_call:
+        raise ValueError(f"{longest} examples do not fit {lanes_per_call} lanes")
+    shape = (len(replicas), lanes_per_call)
+    padded: dict[str, Any] = {
+        "tokens": np.zeros((*shape, bucket), np.int32),
+        "targets": np.zeros((*shape, bucket), np.int32),
+        "weights": np.zeros((*shape, bucket), np.float32),
+        "behavior_logprobs": np.zeros((*shape, bucket), np.float32),
     }
-    num_positions = np.zeros(num_lanes, np.int32)
-    for lane, example in enumerate(examples):
-        num_positions[lane] = example.num_positions
-        for name, array in arrays.items():
-            array[lane, : example.num_positions] = getattr(example, name)
-    arrays |= {"num_positions": num_positions, "num_lanes": np.asarray(len(examples), np.int32)}
-    return Lanes(**arrays)
+    scalars: dict[str, Any] = {
+        name: np.zeros(shape, np.int32)
+        for name in ("num_positions", "prefix_length", "slot", "adjoint_slot")
+    }
+    for replica, items in enumerate(replicas):
+        for lane, item in enumerate(items):
+            for name, array in padded.items():
+                array[replica, lane, : item.example.num_positions] = getattr(item.example, name)
+            scalars["num_positions"][replica, lane] = item.example.num_positions
+            scalars["prefix_length"][replica, lane] = item.example.prefix_length
+            scalars["slot"][replica, lane] = item.slot
+            scalars["adjoint_slot"][replica, lane] = item.adjoint_slot
+    scalars["num_lanes"] = np.full(len(replicas), longest, np.int32)
+    return Lanes(**padded, **scalars)
 
 
-def lanes_shape(num_lanes: int, bucket: int) -> Lanes:
-    """The abstract value of `pad_lanes`' result, for compilation ahead of time."""
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), pad_lanes([], num_lanes, bucket)
-    )
+def pad_prompts(replicas: Sequence[tuple[np.ndarray, int] | None], bucket: int) -> Prompts:
+    """Pads one (prefix ids, slot) a replica, or None for a replica that does nothing."""
+    num_replicas = len(replicas)
+    arrays: dict[str, Any] = {
+        "tokens": np.zeros((num_replicas, bucket), np.int32),
+        "length": np.zeros(num_replicas, np.int32),
+        "slot": np.zeros(num_replicas, np.int32),
+    }
+    for replica, prompt in enumerate(replicas):
+        if prompt is not None:
+            ids, slot = prompt
+            arrays["tokens"][replica, : len(ids)] = ids
+            arrays["length"][replica] = len(ids)
+            arrays["slot"][replica] = slot
+    return Prompts(**arrays)

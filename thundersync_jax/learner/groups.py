@@ -1,23 +1,19 @@
-"""Host bookkeeping of one step: what stage every trajectory is at, and which call is due next.
+"""The trajectories of one step on the host: what stage each is at, and where its group lives.
 
 Invariants:
   * A member moves EXPECTED -> CONTENT -> READY -> DONE, or to FAILED from either of the first two;
     nothing else. `_TRANSITIONS` is the only table, and a second terminal event is refused by name.
   * A group closes once all its members are terminal and everything that has a gradient has been
-    folded.
-  * A group streams only while it holds a buffer. With no buffer its members wait (hold) until the
-    group's rewards are all known and then go direct. So every group closes with any number of
-    buffers, 0 included.
+    folded: first its pair, then its prompt on every replica that holds it.
   * No terminal event depends on anything here: this module never waits.
 
-No jax: the learner runs what `next_work` returns and reports it with `mark_done`.
+No jax: `schedule.py` picks the next call from these records, the learner runs it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Iterator
 
 import numpy as np
 
@@ -26,9 +22,7 @@ from thundersync_jax.losses.advantages import GroupMoments, group_moments
 
 
 class LearnerError(ValueError):
-    """A call that the learner cannot accept: names the group and member, what was expected and what
-    to do.
-    """
+    """A call that the learner cannot accept: who, what was expected, and what to do."""
 
 
 class Stage(enum.Enum):
@@ -53,9 +47,18 @@ class Path(enum.Enum):
 
     DIRECT = "direct"  # the group's rewards were all known: straight to the batch accumulator
     STREAM = "stream"  # the group was open: into its pair (G1, G2)
+    AHEAD = "ahead"  # its verdict was open: computed, held, and folded when the verdict came
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Held:
+    """Where a gradient computed ahead of its verdict waits."""
+
+    replica: int
+    index: int
+
+
+@dataclasses.dataclass(eq=False)
 class Member:
     """One trajectory of a group."""
 
@@ -63,32 +66,65 @@ class Member:
     stage: Stage = Stage.EXPECTED
     example: Example | None = None
     num_action_tokens: int = 0
-    bucket: int = 0
+    bucket: int = 0  # 0: there is no gradient
     reward: float | None = None
     failure: str | None = None
     path: Path | None = None
+    held: Held | None = None
     was_held: bool = False
 
     @property
     def is_terminal(self) -> bool:
         return self.stage in (Stage.READY, Stage.DONE, Stage.FAILED)
 
+    def advance(self, stage: Stage, name: str) -> None:
+        """Moves along `_TRANSITIONS`; LearnerError names the member otherwise."""
+        if stage not in _TRANSITIONS[self.stage]:
+            raise LearnerError(
+                f"{name} is {self.stage.value!r} and cannot become {stage.value!r}: a trajectory "
+                "gets its content once, and then exactly one of a reward or a failure"
+            )
+        self.stage = stage
 
-@dataclasses.dataclass
+
+@dataclasses.dataclass(eq=False)
 class Group:
-    """The trajectories of one task. `buffer` indexes the pool while the group streams."""
+    """The trajectories of one task.
+
+    Attributes:
+      prefix_bucket: padded length of the shared prompt; 0 when every member runs it itself.
+      home: the replica that holds the shared prompt first.
+      slots: replica -> prompt slot reserved there.
+      loaded: replicas whose slot holds the prompt's keys and values.
+      pair: pool index of (G1, G2) while the group streams.
+      is_folded: the pair has been added to the batch; only prompts are left to close.
+    """
 
     group_id: int
     task_id: str
     prompt_ids: np.ndarray
     members: list[Member]
-    buffer: int | None = None
+    prefix_bucket: int = 0
+    home: int = 0
+    slots: dict[int, int] = dataclasses.field(default_factory=dict)
+    loaded: set[int] = dataclasses.field(default_factory=set)
+    pair: int | None = None
     is_closed: bool = False
+
+    @property
+    def prefix_ids(self) -> np.ndarray:
+        """What is shared: the prompt without its last token, which begins every branch."""
+        return self.prompt_ids[:-1]
 
     @property
     def is_complete(self) -> bool:
         """Every member is terminal: the moments are final."""
         return all(m.is_terminal for m in self.members)
+
+    @property
+    def is_accumulated(self) -> bool:
+        """Nothing is left but the close."""
+        return all(m.stage in (Stage.DONE, Stage.FAILED) for m in self.members)
 
     def moments(self, kind: str) -> GroupMoments:
         """Moments over the members that have a reward, in index order."""
@@ -98,141 +134,10 @@ class Group:
         suffix = "" if member is None else f" index {member.index}"
         return f"group {self.group_id} (task {self.task_id!r}){suffix}"
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class FoldWork:
-    """One accumulate call: up to K trajectories of one bucket on one path."""
-
-    path: Path
-    bucket: int
-    members: tuple[tuple[Group, Member], ...]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CloseWork:
-    """One close_group call: the group's pair goes into the batch accumulator."""
-
-    group: Group
-
-
-class GroupLedger:
-    """The groups of the current step and the free buffers of the pool."""
-
-    def __init__(self, pool_size: int, num_lanes: int, advantage: str) -> None:
-        self._num_lanes = num_lanes
-        self._advantage = advantage
-        self._free_buffers = list(range(pool_size))
-        self._groups: dict[int, Group] = {}
-
-    @property
-    def groups(self) -> list[Group]:
-        return list(self._groups.values())
-
-    def open(self, group_id: int, task_id: str, prompt_ids: np.ndarray, group_size: int) -> None:
-        members = [Member(index=i) for i in range(group_size)]
-        self._groups[group_id] = Group(group_id, task_id, prompt_ids, members)
-
-    def clear(self) -> None:
-        """Forgets the step; every buffer is free again."""
-        self._free_buffers += [g.buffer for g in self.groups if g.buffer is not None]
-        self._groups = {}
-
-    def find(self, group_id: int, index: int) -> tuple[Group, Member]:
-        """The member, or LearnerError when there is none."""
-        group = self._groups.get(group_id)
-        if group is None:
-            known = sorted(self._groups)
-            raise LearnerError(f"group {group_id!r} is not open; open groups: {known}")
-        if not 0 <= index < len(group.members):
-            raise LearnerError(
-                f"{group.name()} has indices 0 to {len(group.members) - 1}, got {index}"
-            )
-        return group, group.members[index]
-
-    def advance(self, group: Group, member: Member, stage: Stage) -> None:
-        """Moves a member along `_TRANSITIONS`."""
-        if stage not in _TRANSITIONS[member.stage]:
-            raise LearnerError(
-                f"{group.name(member)} is {member.stage.value!r} and cannot become "
-                f"{stage.value!r}: a trajectory "
-                "gets its content once, and then exactly one of a reward or a failure"
-            )
-        member.stage = stage
-
-    def next_work(self) -> FoldWork | CloseWork | None:
-        """The call that is due: closing first, for it frees a buffer; then the shape with most
-        ready tokens.
-        """
-        for group in self._groups.values():
-            if self._settle(group) and group.buffer is not None:
-                return CloseWork(group=group)
-        best = max(self._candidates(), key=_num_tokens, default=None)
-        if best is not None and best.path is Path.STREAM:
-            group = best.members[0][0]
-            if group.buffer is None:
-                group.buffer = self._free_buffers.pop()
-        return best
-
-    def mark_done(self, work: FoldWork | CloseWork) -> None:
-        """Records that the call's result is in the accumulators."""
-        if isinstance(work, CloseWork):
-            assert work.group.buffer is not None
-            self._free_buffers.append(work.group.buffer)
-            work.group.buffer = None
-            work.group.is_closed = True
-            return
-        for group, member in work.members:
-            self.advance(group, member, Stage.DONE)
-            member.path = work.path
-
-    def unfinished(self) -> list[str]:
-        """What keeps open groups open, by name."""
+    def waiting(self) -> list[str]:
+        """The members that keep the group open, by name."""
         return [
-            f"{group.name(member)}: {member.stage.value}"
-            for group in self._groups.values()
-            if not group.is_closed
-            for member in group.members
-            if member.stage not in (Stage.DONE, Stage.FAILED)
+            f"{self.name(m)}: {m.stage.value}"
+            for m in self.members
+            if m.stage not in (Stage.DONE, Stage.FAILED)
         ]
-
-    def _settle(self, group: Group) -> bool:
-        """True when only the close is left. A group without a pair closes here."""
-        if group.is_closed or not group.is_complete:
-            return False
-        is_zero = group.moments(self._advantage).is_zero_variance
-        for member in group.members:
-            has_gradient = member.example is not None and member.example.num_positions > 0
-            if member.stage is Stage.READY and (is_zero or not has_gradient):
-                self.advance(group, member, Stage.DONE)  # a coefficient or score of exactly zero
-                member.path = Path.DIRECT
-        if any(m.stage is Stage.READY for m in group.members):
-            return False
-        group.is_closed = group.buffer is None
-        return not group.is_closed
-
-    def _candidates(self) -> Iterator[FoldWork]:
-        """Every call that could run now, the direct ones first."""
-        direct: dict[int, list[tuple[Group, Member]]] = {}
-        stream: dict[tuple[int, int], list[tuple[Group, Member]]] = {}
-        for group in self._groups.values():
-            is_complete = group.is_complete
-            for member in group.members:
-                if member.stage is not Stage.READY or member.bucket == 0:
-                    continue
-                if is_complete:
-                    direct.setdefault(member.bucket, []).append((group, member))
-                elif group.buffer is not None or self._free_buffers:
-                    stream.setdefault((group.group_id, member.bucket), []).append((group, member))
-                else:
-                    member.was_held = True
-        for bucket, members in direct.items():
-            yield self._fold(Path.DIRECT, bucket, members)
-        for (_, bucket), members in stream.items():
-            yield self._fold(Path.STREAM, bucket, members)
-
-    def _fold(self, path: Path, bucket: int, members: list[tuple[Group, Member]]) -> FoldWork:
-        return FoldWork(path=path, bucket=bucket, members=tuple(members[: self._num_lanes]))
-
-
-def _num_tokens(work: FoldWork) -> int:
-    return sum(m.example.num_positions for _, m in work.members if m.example is not None)

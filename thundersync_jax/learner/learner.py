@@ -19,44 +19,45 @@ Which work is released when (stream or barrier) is the caller's decision: in bar
 
 from __future__ import annotations
 
+import functools
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from thundersync_jax.config_sections import LearnerSection, OptimizerSection
-from thundersync_jax.learner.buckets import bucket_of, make_example, pad_lanes
-from thundersync_jax.learner.groups import (
+from thundersync_jax.learner.accumulators import Accumulators
+from thundersync_jax.learner.buckets import bucket_of, make_example
+from thundersync_jax.learner.groups import Group, LearnerError, Member, Stage
+from thundersync_jax.learner.optimizer import learning_rate_schedule, make_optimizer
+from thundersync_jax.learner.programs import Programs, Shapes, program_names
+from thundersync_jax.learner.schedule import Schedule
+from thundersync_jax.learner.statistics import (
+    NonFiniteGradientError,
+    StepStatistics,
+    note_of,
+)
+from thundersync_jax.learner.streaming import Params, ScoreSettings
+from thundersync_jax.learner.train_state import TrainState
+from thundersync_jax.learner.work import (
+    AheadWork,
+    BindWork,
     CloseWork,
     FoldWork,
-    GroupLedger,
-    LearnerError,
-    Path,
-    Stage,
+    PromptWork,
+    Work,
 )
-from thundersync_jax.learner.optimizer import learning_rate_schedule, make_optimizer
-from thundersync_jax.learner.programs import Programs
-from thundersync_jax.learner.streaming import LaneStats, Params, ScoreSettings
-from thundersync_jax.learner.train_state import TrainState
 from thundersync_jax.model.presets import TransformerConfig
+from thundersync_jax.sharding import MeshShape, make_mesh
 from thundersync_jax.trajectory import TrajectoryError, TrajectoryTokens, check_reward
 from thundersync_jax.transport.messages import UpdateReport, WorkItem
 
 
 class OpenGroupsError(LearnerError):
     """`update` was called while trajectories have no verdict or no gradient yet; names them."""
-
-
-class NonFiniteGradientError(ArithmeticError):
-    """A gradient with inf or NaN; names its trajectories. Parameters and moments are as before the
-    step.
-    """
-
-
-class LogprobGapError(ArithmeticError):
-    """Sampler and learner disagree by more than `learner.max_logprob_gap`; nothing was updated."""
 
 
 class Learner:
@@ -69,30 +70,55 @@ class Learner:
         model: TransformerConfig,
         params: Params,
         *,
+        mesh: Mesh | None = None,
         temperature: float = 1.0,
         logprob_chunk: int = 16384,
     ) -> None:
-        """Takes `params` over: they are donated to the first update, so the caller keeps no
-        reference.
+        """Takes `params` over: they are donated to the first update, so the caller keeps none.
+
+        Args:
+          mesh: axes data, fsdp, tensor; the first device alone by default.
         """
         self._config = config
         self._vocab_size = model.vocab_size
-        self._schedule = learning_rate_schedule(optimizer)
-        transformation = make_optimizer(optimizer)
+        self._rates = learning_rate_schedule(optimizer)
         settings = ScoreSettings(
             model=model,
             temperature=temperature,
             tis_cap=config.tis_cap,
             logprob_chunk=logprob_chunk,
         )
-        self._programs = Programs(settings, transformation, params, num_lanes=config.lanes)
-        self.state = TrainState(params=params, opt_state=jax.jit(transformation.init)(params))
-        self._batch = self._programs.zeros(params)
-        self._pool = [
-            (self._programs.zeros(params), self._programs.zeros(params))
-            for _ in range(config.pool_size)
-        ]
-        self._ledger = GroupLedger(config.pool_size, config.lanes, config.advantage)
+        lanes_per_call = functools.partial(_lanes_per_call, config.tokens_per_step)
+        shapes = Shapes(
+            lanes_per_call=lanes_per_call,
+            # Every held gradient has a slot of its own for the prompt's share.
+            num_slots=config.prompt_slots + config.held_gradients if config.prompt_buckets else 0,
+            slot_length=max(config.prompt_buckets, default=0),
+        )
+        mesh = mesh or make_mesh(MeshShape(), jax.devices()[:1])
+        programs = self._programs = Programs(settings, make_optimizer(optimizer), mesh, shapes)
+        master = jax.device_put(
+            params, jax.tree.map(lambda x: x.sharding, programs.placement.master)
+        )
+        self.state = TrainState(params=master, opt_state=programs.init_opt_state(master))
+        self.params = programs.gather(master)
+        pairs_per_call = min(config.pairs_per_call, config.pool_size)
+        self._buffers = Accumulators(
+            programs,
+            num_pairs=config.pool_size,
+            num_held=config.held_gradients,
+            pairs_per_call=pairs_per_call,
+            advantage=config.advantage,
+        )
+        self._schedule = Schedule(
+            num_replicas=programs.num_replicas,
+            num_pairs=config.pool_size,
+            num_slots=config.prompt_slots if config.prompt_buckets else 0,
+            num_held=config.held_gradients,
+            pairs_per_call=pairs_per_call,
+            lanes_per_call=lanes_per_call,
+            advantage=config.advantage,
+        )
         self._next_group_id = 0
         self._log: list[WorkItem] = []
         self._begin_step()
@@ -125,22 +151,36 @@ class Learner:
             )
         group_id = self._next_group_id
         self._next_group_id += 1
-        self._ledger.open(group_id, task_id, prompt, group_size)
+        self._schedule.open(
+            Group(
+                group_id=group_id,
+                task_id=task_id,
+                prompt_ids=prompt,
+                members=[Member(index=i) for i in range(group_size)],
+                prefix_bucket=self._prefix_bucket(prompt.size - 1),
+            )
+        )
         return group_id
 
     def add_trajectory(self, group: int, index: int, tokens: TrajectoryTokens) -> None:
         """Gives a trajectory its final content. Raises LearnerError; then nothing has changed."""
-        found, member = self._ledger.find(group, index)
+        found, member = self._find(group, index)
         self._check_ids(found.name(member), tokens.token_ids)
-        example = make_example(found.prompt_ids, tokens, self._config.normalizer)
+        example = make_example(
+            found.prompt_ids,
+            tokens,
+            self._config.normalizer,
+            is_shared=bool(found.prefix_bucket),
+        )
         longest = self._config.buckets[-1]
-        if example.num_positions > longest:
+        length = example.prefix_length + example.num_positions
+        if length > longest:
             raise LearnerError(
-                f"{found.name(member)}: {example.num_positions + 1} tokens exceed the longest "
+                f"{found.name(member)}: {length + 1} tokens exceed the longest "
                 f"bucket {longest} + 1; "
                 "lower rollout.max_tokens or extend learner.buckets"
             )
-        self._ledger.advance(found, member, Stage.CONTENT)
+        member.advance(Stage.CONTENT, found.name(member))
         member.example = example
         member.num_action_tokens = tokens.num_action_tokens
         if example.num_positions:
@@ -150,43 +190,38 @@ class Learner:
         """Gives a trajectory its verdict. Raises LearnerError or TrajectoryError; then nothing has
         changed.
         """
-        found, member = self._ledger.find(group, index)
+        found, member = self._find(group, index)
         try:
             value = check_reward(reward)
         except TrajectoryError as error:
             raise TrajectoryError(f"{found.name(member)}: {error}") from None
-        self._ledger.advance(found, member, Stage.READY)
+        member.advance(Stage.READY, found.name(member))
         member.reward = value
 
     def set_failed(self, group: int, index: int, reason: str) -> None:
         """Ends a trajectory without a reward: it leaves the group's moments too."""
-        found, member = self._ledger.find(group, index)
-        self._ledger.advance(found, member, Stage.FAILED)
+        found, member = self._find(group, index)
+        member.advance(Stage.FAILED, found.name(member))
         member.failure = reason
 
     # -- what the learner runs ------------------------------------------------------------------
 
     def warm_up(self) -> int:
         """Compiles every program ahead of time; returns how many there are."""
-        self._schedule(0)
-        self._programs.warm_up(self._config.buckets, has_pool=self._config.pool_size > 0)
+        self._rates(0)
+        self._programs.warm_up(program_names(self._config))
         return self._programs.num_programs
 
     def work(self, max_steps: int | None = None) -> int:
         """Runs up to `max_steps` ready program calls, each to completion; returns how many ran."""
         done = 0
         while max_steps is None or done < max_steps:
-            work = self._ledger.next_work()
+            work = self._schedule.next_work()
             if work is None:
                 break
             started_s = time.monotonic()
-            if isinstance(work, CloseWork):
-                path, bucket, num_trajectories = "close", 0, 0
-                self._close(work)
-            else:
-                path, bucket, num_trajectories = work.path.value, work.bucket, len(work.members)
-                self._fold(work)
-            self._ledger.mark_done(work)
+            path, bucket, num_trajectories = self._run(work)
+            self._schedule.mark_done(work)
             self._record(path, bucket, num_trajectories, started_s)
             done += 1
         return done
@@ -197,7 +232,9 @@ class Learner:
         """
         self._finish()
         denominator = max(self._denominator(), 1.0)
-        return jax.tree.map(lambda g: -np.asarray(g) / denominator, self._batch)
+        return jax.tree.map(
+            lambda g: -np.sum(np.asarray(g), axis=0) / denominator, self._buffers.batch
+        )
 
     def update(self) -> UpdateReport:
         """Runs what is left, then normalises, clips and steps once; the next step starts empty.
@@ -210,26 +247,35 @@ class Learner:
             again.
         """
         self._finish()
-        self._check_gap()
-        rewards = [m.reward for g in self._ledger.groups for m in g.members if m.reward is not None]
-        denominator = self._denominator()
-        is_empty = not self._has_gradient or denominator == 0
+        self._statistics.check_gap()
+        groups, denominator = self._schedule.groups, self._denominator()
+        is_empty = not self._statistics.has_gradient or denominator == 0
+        rate = 0.0 if is_empty else float(self._rates(self.state.policy_version))
         norm = 0.0 if is_empty else self._step(denominator)
-        report = self._report(is_empty, norm, rewards)
+        report = self._statistics.report(
+            groups,
+            policy_version=self.state.policy_version,
+            is_empty=is_empty,
+            grad_norm=norm,
+            learning_rate=rate,
+        )
+        rewards = [m.reward for g in groups for m in g.members if m.reward is not None]
         if rewards:
             self.state.reward_center = float(np.mean(np.asarray(rewards, np.float64)))
-        self._ledger.clear()
+        self._schedule.clear()
         self._begin_step()
         return report
 
+    def load(self, state: TrainState) -> None:
+        """Goes on from a restored state; the step in progress is dropped."""
+        self.abandon()
+        self.state = state
+        self.params = self._programs.gather(state.params)
+
     def abandon(self) -> None:
         """Drops the step: every group and partial sum is gone, the train state is as before it."""
-        self._ledger.clear()
-        self._batch = self._programs.zeros(self.state.params)
-        self._pool = [
-            (self._programs.zeros(self.state.params), self._programs.zeros(self.state.params))
-            for _ in self._pool
-        ]
+        self._schedule.clear()
+        self._buffers.clear()
         self._begin_step()
 
     def take_work_log(self) -> list[WorkItem]:
@@ -241,10 +287,7 @@ class Learner:
     # -- internals ------------------------------------------------------------------------------
 
     def _begin_step(self) -> None:
-        self._non_finite: list[str] = []
-        self._gap_sum, self._gap_max, self._gap_tokens = 0.0, -math.inf, 0
-        self._gap_name = ""
-        self._has_gradient = False
+        self._statistics = StepStatistics(self._config)
 
     def _check_ids(self, name: str, ids: np.ndarray) -> None:
         outside = ids[(ids < 0) | (ids >= self._vocab_size)]
@@ -254,71 +297,61 @@ class Learner:
                 f"{self._vocab_size}"
             )
 
-    def _fold(self, work: FoldWork) -> None:
-        lanes = pad_lanes(
-            [m.example for _, m in work.members if m.example is not None],
-            self._config.lanes,
-            work.bucket,
-        )
-        rows = 1 if work.path is Path.DIRECT else 2
-        coefficients = np.zeros((rows, self._config.lanes))
-        for lane, (group, member) in enumerate(work.members):
-            assert member.reward is not None
-            if work.path is Path.DIRECT:
-                coefficients[0, lane] = group.moments(self._config.advantage).advantage(
-                    member.reward
-                )
-            else:
-                coefficients[:, lane] = member.reward - self.state.reward_center, 1.0
-        if work.path is Path.DIRECT:
-            (self._batch,), stats = self._programs.fold(
-                work.path, self.state.params, (self._batch,), coefficients, lanes
-            )
-            self._has_gradient = True
-        else:
-            buffer = work.members[0][0].buffer
-            assert buffer is not None
-            pair, stats = self._programs.fold(
-                work.path, self.state.params, self._pool[buffer], coefficients, lanes
-            )
-            self._pool[buffer] = (pair[0], pair[1])
-        self._note(work, jax.device_get(stats))
+    def _find(self, group_id: int, index: int) -> tuple[Group, Member]:
+        group = self._schedule.get(group_id)
+        if group is None:
+            known = sorted(g.group_id for g in self._schedule.groups)
+            raise LearnerError(f"group {group_id!r} is not open; open groups: {known}")
+        if not 0 <= index < len(group.members):
+            last = len(group.members) - 1
+            raise LearnerError(f"{group.name()} has indices 0 to {last}, got {index}")
+        return group, group.members[index]
 
-    def _close(self, work: CloseWork) -> None:
-        group, buffer = work.group, work.group.buffer
-        assert buffer is not None
-        moments = group.moments(self._config.advantage)
-        coefficients = moments.closing_coefficients(self.state.reward_center)
-        self._batch, self._pool[buffer] = self._programs.close(
-            self._batch, self._pool[buffer], coefficients
-        )
-        jax.block_until_ready(self._batch)
-        self._has_gradient |= not moments.is_zero_variance
+    def _prefix_bucket(self, num_prefix: int) -> int:
+        """The padded length of a prompt to share; 0 for one too short or too long for it."""
+        buckets = self._config.prompt_buckets
+        if not buckets or not self._config.min_shared_tokens <= num_prefix <= buckets[-1]:
+            return 0
+        return bucket_of(num_prefix, buckets)
 
-    def _note(self, work: FoldWork, stats: LaneStats) -> None:
-        for lane, (group, member) in enumerate(work.members):
-            self._gap_sum += float(stats.gap_sum[lane])
-            self._gap_tokens += member.num_action_tokens
-            if float(stats.gap_max[lane]) > self._gap_max:
-                self._gap_max, self._gap_name = float(stats.gap_max[lane]), group.name(member)
-            if not stats.is_finite[lane]:
-                self._non_finite.append(group.name(member))
-
-    def _check_gap(self) -> None:
-        if self._config.tis_cap == 0 and self._gap_max > self._config.max_logprob_gap:
-            raise LogprobGapError(
-                f"{self._gap_name}: sampler and learner differ by {self._gap_max:.3g} nats at one "
-                "token, more than "
-                f"learner.max_logprob_gap = {self._config.max_logprob_gap}. Check that both use "
-                "the same weights, "
-                "temperature and dtype, or set learner.tis_cap to weight the difference"
-            )
+    def _run(self, work: Work) -> tuple[str, int, int]:
+        """Runs one call; returns (kind, bucket, trajectories) for the log."""
+        center, params, buffers = self.state.reward_center, self.params, self._buffers
+        statistics = self._statistics
+        match work:
+            case CloseWork(group=group):
+                buffers.close(group, center)
+                is_zero = group.moments(self._config.advantage).is_zero_variance
+                statistics.has_gradient |= not is_zero
+                return "close", 0, 0
+            case PromptWork(prefix_bucket=bucket, is_backward=is_backward):
+                buffers.prompt(params, work, center)
+                return ("prompt_backward" if is_backward else "prompt_forward"), bucket, 0
+            case AheadWork(replicas=picks):
+                stats = buffers.ahead(params, work)
+                for replica, pick in enumerate(picks):
+                    if pick is not None:
+                        statistics.hold(pick[1], note_of(stats, replica, 0))
+                return "ahead", work.bucket, sum(pick is not None for pick in picks)
+            case BindWork(replicas=bound):
+                buffers.bind(work, center)
+                lanes = [lane for lane in bound if lane is not None]
+                for lane in lanes:
+                    statistics.release(lane)
+                return "bind", 0, len(lanes)
+            case FoldWork():
+                stats = buffers.fold(params, work, center)
+                for replica, filled in enumerate(work.replicas):
+                    for at, lane in enumerate(filled):
+                        statistics.add(lane, note_of(stats, replica, at))
+                kind = "stream" if work.pairs else "direct"
+                return kind, work.bucket, len(work.lanes)
 
     def _denominator(self) -> float:
         """Action tokens, or trajectories, that arrived with a reward. Groups of equal rewards
         count.
         """
-        members = [m for g in self._ledger.groups for m in g.members if m.reward is not None]
+        members = [m for g in self._schedule.groups for m in g.members if m.reward is not None]
         if self._config.normalizer == "token_mean":
             return float(sum(m.num_action_tokens for m in members))
         return float(len(members))
@@ -336,22 +369,21 @@ class Learner:
     def _finish(self) -> None:
         """Runs what is left of the step; raises unless its gradient is complete and finite."""
         self.work()
-        unfinished = self._ledger.unfinished()
+        unfinished = self._schedule.unfinished()
         if unfinished:
             raise OpenGroupsError(
                 f"the update needs a verdict for every trajectory, {len(unfinished)} are missing: "
                 + "; ".join(unfinished[:8])
             )
-        if self._non_finite:
-            raise NonFiniteGradientError(
-                "the score gradient is not finite for " + "; ".join(self._non_finite[:8])
-            )
+        self._statistics.check_finite()
 
     def _step(self, denominator: float) -> float:
         started_s = time.monotonic()
-        self.state.params, self.state.opt_state, self._batch, norm = self._programs.update(
-            self.state.params, self.state.opt_state, self._batch, denominator
+        state, buffers = self.state, self._buffers
+        state.params, state.opt_state, buffers.batch, norm = self._programs.update(
+            state.params, state.opt_state, buffers.batch, denominator
         )
+        self.params = self._programs.gather(state.params)
         value = float(norm)  # blocks until the update is complete
         if not math.isfinite(value):
             raise NonFiniteGradientError(
@@ -362,28 +394,7 @@ class Learner:
         self.state.policy_version += 1
         return value
 
-    def _report(self, is_empty: bool, grad_norm: float, rewards: Sequence[float]) -> UpdateReport:
-        groups = self._ledger.groups
-        members = [m for g in groups for m in g.members]
-        paths: Mapping[str, int] = {
-            path.value: sum(m.path is path for m in members) for path in Path
-        }
-        applied = self.state.policy_version - (0 if is_empty else 1)
-        return UpdateReport(
-            policy_version=self.state.policy_version,
-            is_empty=is_empty,
-            reward_mean=float(np.mean(rewards)) if rewards else math.nan,
-            num_groups=len(groups),
-            num_trajectories=len(members),
-            num_failed=sum(m.stage is Stage.FAILED for m in members),
-            zero_variance_groups=sum(
-                g.moments(self._config.advantage).is_zero_variance for g in groups
-            ),
-            action_tokens=sum(m.num_action_tokens for m in members if m.reward is not None),
-            grad_norm=grad_norm,
-            logprob_gap_mean=self._gap_sum / self._gap_tokens if self._gap_tokens else math.nan,
-            logprob_gap_max=self._gap_max if self._gap_tokens else math.nan,
-            learning_rate=0.0 if is_empty else float(self._schedule(applied)),
-            paths=paths,
-            num_held=sum(m.was_held for m in members),
-        )
+
+def _lanes_per_call(tokens_per_step: int, bucket: int) -> int:
+    """K of a step of shape (K, T): K x T is about `tokens_per_step`."""
+    return max(1, tokens_per_step // bucket)

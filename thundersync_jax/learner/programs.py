@@ -1,118 +1,363 @@
-"""The learner's compiled programs: one per (path, bucket), one close, one update. Nothing else ever
-compiles.
+"""The learner's compiled programs on its mesh; nothing else of the learner ever compiles.
 
-Owns no state: buffers go in donated and come back. `warm_up` compiles all of it ahead of time; a
-  program that is asked
-for before is compiled then.
+    Fold(num_buffers, prefix_bucket, bucket)   streaming.accumulate
+    Bind(num_buffers, has_slots)               streaming.bind
+    PromptForward(bucket), PromptBackward(bucket)
+    Whole.CLOSE, Whole.UPDATE, Whole.GATHER    what no bucket changes
+
+All but the update run under shard_map, manual over `data` and automatic inside: a replica cannot
+communicate with another before the update. Owns no state: buffers go in donated and come back.
+`warm_up` compiles everything ahead of time; what is asked for before is compiled then.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 import optax
+from jax.sharding import Mesh, PartitionSpec
 
-from thundersync_jax.learner.buckets import Lanes, lanes_shape
+from thundersync_jax import sharding
+from thundersync_jax.config_sections import LearnerSection
+from thundersync_jax.learner import streaming
+from thundersync_jax.learner.buckets import Lanes, Prompts
 from thundersync_jax.learner.compilation import compile_all
-from thundersync_jax.learner.groups import Path
-from thundersync_jax.learner.streaming import (
-    LaneStats,
-    Params,
-    ScoreSettings,
-    accumulate,
-    apply_update,
-    close_group,
-    zeros_like_params,
-)
+from thundersync_jax.learner.placement import Placement, shardings
+from thundersync_jax.learner.streaming import Binding, LaneStats, Params, PromptSlots, ScoreSettings
 
-_NUM_BUFFERS = {Path.DIRECT: 1, Path.STREAM: 2}
+
+@dataclasses.dataclass(frozen=True)
+class Fold:
+    """Names an accumulate program."""
+
+    num_buffers: int
+    prefix_bucket: int
+    bucket: int
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptForward:
+    bucket: int
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptBackward:
+    bucket: int
+
+
+class Whole(enum.Enum):
+    """The programs that do not depend on a bucket."""
+
+    CLOSE = "close"
+    UPDATE = "update"
+    GATHER = "gather"
+
+
+@dataclasses.dataclass(frozen=True)
+class Bind:
+    """Names a bind program; with prompt slots or without."""
+
+    num_buffers: int
+    has_slots: bool
+
+
+Name = Fold | Bind | PromptForward | PromptBackward | Whole
+
+
+def program_names(config: LearnerSection) -> list[Name]:
+    """Every program that a run with this configuration can need."""
+    num_buffers = {1, 1 + 2 * min(config.pairs_per_call, config.pool_size)}
+    prefixes = (0, *config.prompt_buckets)
+    names: list[Name] = [Whole.UPDATE, Whole.GATHER]
+    names += [Fold(n, p, b) for n in num_buffers for p in prefixes for b in config.buckets]
+    for bucket in config.prompt_buckets:
+        names += [PromptForward(bucket), PromptBackward(bucket)]
+    if config.held_gradients:
+        names += [Bind(n, bool(config.prompt_buckets)) for n in num_buffers]
+    return [*names, Whole.CLOSE] if config.pool_size else names
+
+
+@dataclasses.dataclass(frozen=True)
+class _Program:
+    """A program's function, what it donates, and its abstract arguments and results."""
+
+    function: Callable[..., Any]
+    donated: tuple[int, ...]
+    arguments: tuple[Any, ...]
+    results: Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shapes:
+    """What the programs are compiled for.
+
+    Attributes:
+      lanes_per_call: K by bucket T: how many trajectories one call scans on every replica.
+      num_slots, slot_length: shared prompts a replica can hold, and their padded length.
+    """
+
+    lanes_per_call: Callable[[int], int]
+    num_slots: int
+    slot_length: int
 
 
 class Programs:
-    """Compiled programs for one model, ladder and optimizer."""
+    """Compiled programs for one model, mesh and optimizer."""
 
     def __init__(
         self,
         settings: ScoreSettings,
         optimizer: optax.GradientTransformation,
-        params: Params,
-        *,
-        num_lanes: int,
+        mesh: Mesh,
+        shapes: Shapes,
     ) -> None:
         self._settings = settings
         self._optimizer = optimizer
-        self._num_lanes = num_lanes
-        self._params = jax.eval_shape(lambda p: p, params)
-        self._accumulator = jax.eval_shape(zeros_like_params, self._params)
-        # Coefficients travel in the accumulators' precision: fp32, or fp64 for fp64 parameters.
-        self.scalar_dtype = np.dtype(jax.tree.leaves(self._accumulator)[0].dtype)
-        self._compiled: dict[Any, jax.stages.Compiled] = {}
-        self.zeros = jax.jit(zeros_like_params)
+        self._mesh = mesh
+        self.lanes_per_call = shapes.lanes_per_call
+        self.placement = Placement(
+            settings.model,
+            optimizer,
+            mesh,
+            num_slots=shapes.num_slots,
+            slot_length=shapes.slot_length,
+        )
+        self.num_replicas = self.placement.num_replicas
+        self._compiled: dict[Name, Callable[..., Any]] = {}
+
+    # -- making and moving state ----------------------------------------------------------------
+
+    def zeros(self, abstract: Any) -> Any:
+        """Zeros of the given shapes where they belong."""
+
+        def make() -> Any:
+            return jax.tree.map(lambda x: jax.numpy.zeros(x.shape, x.dtype), abstract)
+
+        return jax.jit(make, out_shardings=shardings(abstract))()
+
+    def init_opt_state(self, master: Params) -> Any:
+        return jax.jit(self._optimizer.init, out_shardings=shardings(self.placement.opt_state))(
+            master
+        )
 
     @property
     def num_programs(self) -> int:
         return len(self._compiled)
 
-    def warm_up(self, buckets: Sequence[int], *, has_pool: bool) -> None:
-        """Compiles every program that a run with this ladder can need, in parallel."""
-        paths = [Path.DIRECT, Path.STREAM] if has_pool else [Path.DIRECT]
-        names: list[Any] = [(path, bucket) for path in paths for bucket in buckets]
-        names += ["update", *(["close"] if has_pool else [])]
+    def warm_up(self, names: Iterable[Name]) -> None:
+        """Compiles the named programs, in parallel."""
         missing = {name: self._lowering(name) for name in names if name not in self._compiled}
         self._compiled |= compile_all(missing)
 
+    # -- running ----------------------------------------------------------------------------------
+
     def fold(
         self,
-        path: Path,
+        name: Fold,
         params: Params,
         buffers: tuple[Params, ...],
+        slots: PromptSlots | None,
         coefficients: np.ndarray,
+        pair_coefficients: np.ndarray,
         lanes: Lanes,
-    ) -> tuple[tuple[Params, ...], LaneStats]:
-        """`streaming.accumulate` with `buffers` donated; coefficients [num buffers, K]."""
-        bucket = lanes.tokens.shape[1]
-        program = self._get((path, bucket))
-        return program(params, buffers, coefficients.astype(self.scalar_dtype), lanes)
+    ) -> tuple[tuple[Params, ...], PromptSlots | None, LaneStats]:
+        """`streaming.accumulate` on every replica; buffers and slots are donated.
+
+        Args:
+          coefficients: [R, num buffers, K]; pair_coefficients: [R, 2, K].
+        """
+        scalars = (self._scalars(coefficients), self._scalars(pair_coefficients))
+        return self._get(name)(params, buffers, slots, *scalars, lanes)
+
+    def bind(
+        self,
+        held: Params,
+        buffers: tuple[Params, ...],
+        slots: PromptSlots | None,
+        binding: Binding,
+    ) -> tuple[Params, tuple[Params, ...], PromptSlots | None]:
+        """`streaming.bind` on every replica; all but the binding is donated."""
+        name = Bind(len(buffers), slots is not None)
+        binding = binding.replace(
+            coefficients=self._scalars(binding.coefficients),
+            pair_coefficients=self._scalars(binding.pair_coefficients),
+        )
+        return self._get(name)(held, buffers, slots, binding)
+
+    def prompt_forward(self, params: Params, slots: PromptSlots, prompts: Prompts) -> PromptSlots:
+        """`streaming.prompt_forward` on every replica; slots are donated."""
+        return self._get(PromptForward(prompts.tokens.shape[1]))(params, slots, prompts)
+
+    def prompt_backward(
+        self,
+        params: Params,
+        batch: Params,
+        slots: PromptSlots,
+        coefficients: np.ndarray,
+        prompts: Prompts,
+    ) -> Params:
+        """`streaming.prompt_backward` on every replica; batch is donated. coefficients [R, 2]."""
+        program = self._get(PromptBackward(prompts.tokens.shape[1]))
+        return program(params, batch, slots, self._scalars(coefficients), prompts)
 
     def close(
-        self, batch: Params, pair: tuple[Params, Params], coefficients: tuple[float, float]
+        self, batch: Params, pair: tuple[Params, Params], coefficients: Sequence[float]
     ) -> tuple[Params, tuple[Params, Params]]:
-        """`streaming.close_group` with everything donated."""
-        batch, *zeroed = self._get("close")(
-            batch, *pair, np.asarray(coefficients, self.scalar_dtype)
-        )
+        """`streaming.close_group` on every replica; everything is donated."""
+        everywhere = np.tile(np.asarray(coefficients), (self.num_replicas, 1))
+        batch, *zeroed = self._get(Whole.CLOSE)(batch, *pair, self._scalars(everywhere))
         return batch, (zeroed[0], zeroed[1])
 
     def update(
-        self, params: Params, opt_state: optax.OptState, batch: Params, denominator: float
-    ) -> tuple[Params, optax.OptState, Params, jax.Array]:
-        """`streaming.apply_update` with everything donated."""
-        return self._get("update")(params, opt_state, batch, self.scalar_dtype.type(denominator))
+        self, master: Params, opt_state: Any, batch: Params, denominator: float
+    ) -> tuple[Params, Any, Params, jax.Array]:
+        """`streaming.apply_update`; everything is donated."""
+        return self._get(Whole.UPDATE)(
+            master, opt_state, batch, self.placement.scalar_dtype.type(denominator)
+        )
 
-    def _get(self, name: Any) -> jax.stages.Compiled:
+    def gather(self, master: Params) -> Params:
+        """The replicas' copies of the master weights; the same arrays where they lie alike."""
+        if shardings(self.placement.master) == shardings(self.placement.params):
+            return master
+        return self._get(Whole.GATHER)(master)
+
+    # -- compilation ------------------------------------------------------------------------------
+
+    def lower(self, name: Name) -> jax.stages.Lowered:
+        """The lowered program, also for a mesh of devices that are not there (TPU topologies)."""
+        return self._lowering(name)()
+
+    def _scalars(self, values: Any) -> np.ndarray:
+        return np.asarray(values, self.placement.scalar_dtype)
+
+    def _get(self, name: Name) -> Callable[..., Any]:
         if name not in self._compiled:
             self._compiled[name] = self._lowering(name)().compile()
         return self._compiled[name]
 
-    def _lowering(self, name: Any) -> Callable[[], jax.stages.Lowered]:
-        scalar = functools.partial(jax.ShapeDtypeStruct, dtype=self.scalar_dtype)
-        acc = self._accumulator
-        if name == "close":
-            program = jax.jit(close_group, donate_argnums=(0, 1, 2))
-            return lambda: program.lower(acc, acc, acc, scalar((2,)))
-        if name == "update":
-            program = jax.jit(
-                functools.partial(apply_update, self._optimizer), donate_argnums=(0, 1, 2)
+    def _lowering(self, name: Name) -> Callable[[], jax.stages.Lowered]:
+        program = self._declare(name)
+        jitted = jax.jit(
+            program.function,
+            donate_argnums=program.donated,
+            out_shardings=shardings(program.results),
+        )
+
+        def lower() -> jax.stages.Lowered:
+            with jax.set_mesh(self._mesh):
+                return jitted.lower(*program.arguments)
+
+        return lower
+
+    def _declare(self, name: Name) -> _Program:
+        match name:
+            case Fold():
+                return self._fold_program(name)
+            case Bind():
+                return self._bind_program(name)
+            case PromptForward() | PromptBackward():
+                return self._prompt_program(name)
+            case Whole():
+                return self._whole_program(name)
+
+    def _fold_program(self, name: Fold) -> _Program:
+        place = self.placement
+        num_lanes = self.lanes_per_call(name.bucket)
+        slots = place.slots if name.prefix_bucket else None
+        buffers = (place.accumulator,) * name.num_buffers
+        function = functools.partial(streaming.accumulate, self._settings, name.prefix_bucket)
+        return _Program(
+            self._on_replicas(function, 6),
+            donated=(1, 2),
+            arguments=(
+                place.params,
+                buffers,
+                slots,
+                place.local_scalars(name.num_buffers, num_lanes),
+                place.local_scalars(2, num_lanes),
+                place.lanes(num_lanes, name.bucket),
+            ),
+            results=(buffers, slots, place.stats(num_lanes)),
+        )
+
+    def _bind_program(self, name: Bind) -> _Program:
+        place = self.placement
+        slots = place.slots if name.has_slots else None
+        state = (place.accumulator, (place.accumulator,) * name.num_buffers, slots)
+        return _Program(
+            self._on_replicas(streaming.bind, 4, num_shared=0),
+            donated=(0, 1, 2),
+            arguments=(*state, place.binding(name.num_buffers)),
+            results=state,
+        )
+
+    def _prompt_program(self, name: PromptForward | PromptBackward) -> _Program:
+        place, prompts = self.placement, self.placement.prompts(name.bucket)
+        if isinstance(name, PromptForward):
+            function = functools.partial(streaming.prompt_forward, self._settings)
+            return _Program(
+                self._on_replicas(function, 3),
+                donated=(1,),
+                arguments=(place.params, place.slots, prompts),
+                results=place.slots,
             )
-            opt_state = jax.eval_shape(self._optimizer.init, self._params)
-            return lambda: program.lower(self._params, opt_state, acc, scalar(()))
-        path, bucket = name
-        num_buffers = _NUM_BUFFERS[path]
-        program = jax.jit(functools.partial(accumulate, self._settings), donate_argnums=(1,))
-        lanes = lanes_shape(self._num_lanes, bucket)
-        coefficients = scalar((num_buffers, self._num_lanes))
-        return lambda: program.lower(self._params, (acc,) * num_buffers, coefficients, lanes)
+        acc, scalars = place.accumulator, place.local_scalars(2)
+        return _Program(
+            self._on_replicas(functools.partial(streaming.prompt_backward, self._settings), 5),
+            donated=(1,),
+            arguments=(place.params, acc, place.slots, scalars, prompts),
+            results=acc,
+        )
+
+    def _whole_program(self, name: Whole) -> _Program:
+        place, acc = self.placement, self.placement.accumulator
+        match name:
+            case Whole.CLOSE:
+                return _Program(
+                    self._on_replicas(streaming.close_group, 4, num_shared=0),
+                    donated=(0, 1, 2),
+                    arguments=(acc, acc, acc, place.local_scalars(2)),
+                    results=(acc, acc, acc),
+                )
+            case Whole.UPDATE:
+                return _Program(
+                    functools.partial(streaming.apply_update, self._optimizer),
+                    donated=(0, 1, 2),
+                    arguments=(place.master, place.opt_state, acc, place.scalar()),
+                    results=(place.master, place.opt_state, acc, place.scalar()),
+                )
+            case Whole.GATHER:
+                return _Program(
+                    lambda master: master,
+                    donated=(),
+                    arguments=(place.master,),
+                    results=place.params,
+                )
+
+    def _on_replicas(
+        self, function: Callable[..., Any], num_arguments: int, *, num_shared: int = 1
+    ) -> Callable[..., Any]:
+        """shard_map over `data`: arguments after the shared ones lose their first axis."""
+
+        def body(*arguments: Any) -> Any:
+            shared, local = arguments[:num_shared], arguments[num_shared:]
+            results = function(*shared, *jax.tree.map(lambda x: x[0], local))
+            return jax.tree.map(lambda x: x[None], results)
+
+        everywhere, split = PartitionSpec(), PartitionSpec(sharding.DATA)
+        num_local = num_arguments - num_shared
+        return jax.shard_map(
+            body,
+            mesh=self._mesh,
+            in_specs=(*[everywhere] * num_shared, *[split] * num_local),
+            out_specs=split,
+            axis_names={sharding.DATA},
+            check_vma=False,
+        )

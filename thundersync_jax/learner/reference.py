@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from thundersync_jax.learner.buckets import Example, Lanes, pad_lanes
+from thundersync_jax.learner.buckets import Example, LaneItem, Lanes, pad_lanes
 from thundersync_jax.learner.streaming import ScoreSettings, score
 
 Params = Any
@@ -36,9 +36,10 @@ def reference_gradient(
       denominator: action tokens, or trajectories, that arrived.
     """
     longest = max(e.num_positions for e in examples)
-    # Rounded up, so that batches of many sizes share a compiled program; empty rows have advantage
-    # 0.
-    lanes = pad_lanes(examples, _round_up(len(examples), 16), _round_up(longest, 32))
+    # Rounded up, so that batches of many sizes share a program; empty rows have advantage 0.
+    items = [LaneItem(example=example) for example in examples]
+    lanes = pad_lanes([items], _round_up(len(examples), 16), _round_up(longest, 32))
+    lanes = jax.tree.map(lambda x: x[0], lanes)
     dtype = jax.tree.leaves(params)[0].dtype
     weights = np.zeros(lanes.tokens.shape[0], jnp.promote_types(dtype, jnp.float32))
     weights[: len(examples)] = advantages
@@ -58,12 +59,13 @@ def _batch_gradient(
     denominator: float,
 ) -> Params:
     def loss(params: Params) -> jax.Array:
-        scores, _ = jax.vmap(functools.partial(score, settings, params))(
+        scores, _ = jax.vmap(functools.partial(score, settings, params, None))(
             lanes.tokens,
             lanes.targets,
             lanes.weights,
             lanes.behavior_logprobs,
             lanes.num_positions,
+            lanes.prefix_length,
         )
         return -jnp.sum(advantages * scores) / denominator
 

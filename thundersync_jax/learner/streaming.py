@@ -1,18 +1,20 @@
-"""The streaming programs: pure functions over donated accumulators.
+"""The streaming programs: pure functions over donated accumulators, one replica's view.
 
-    accumulate    acc_b <- acc_b + C[b, k] g_k for every lane k and buffer b, with g_k = grad S_k
-    close_group   batch <- batch + a G1 + b G2, and the pair is zero again
-    apply_update  one division, one clip, one optimizer step, and the batch sum is zero again
+    prompt_forward    keys and values of a group's prompt, once per group and replica
+    accumulate        acc_b <- acc_b + C[b, k] g_k for every lane k and buffer b, g_k = grad S_k
+    bind              a gradient computed ahead of its verdict goes where the verdict says
+    close_group       batch <- batch + a G1 + b G2, and the pair is zero again
+    prompt_backward   batch <- batch + vjp of the prompt with the adjoint a K1 + b K2
+    apply_update      one division, one clip, one optimizer step, and the batch sum is zero again
 
-`accumulate` serves every path: the stream path passes the pair (G1, G2) with coefficients (r_k - c,
-1), the direct path passes the batch accumulator with the advantage. A coefficient of exactly 0
-leaves its buffer alone, so a non-finite g stays out of it. Accumulators have at least float32.
+`programs.py` runs all but the last under shard_map, manual over `data`: they see one replica and
+cannot communicate with another. A coefficient of exactly 0 leaves its buffer alone, so a non-finite
+g stays out of it. Accumulators have at least float32.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -20,11 +22,12 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 
-from thundersync_jax.learner.buckets import Lanes
+from thundersync_jax.learner.buckets import Lanes, Prompts
 from thundersync_jax.losses.logprobs import token_logprobs
 from thundersync_jax.losses.score import trajectory_score
+from thundersync_jax.model.kv_cache import KeysValues
 from thundersync_jax.model.presets import TransformerConfig
-from thundersync_jax.model.transformer import forward, output_kernel
+from thundersync_jax.model.transformer import forward, keys_values, output_kernel
 
 Params = Any  # a pytree of arrays; the model alone knows its structure
 
@@ -40,13 +43,25 @@ class ScoreSettings:
 
 
 class LaneStats(struct.PyTreeNode):
-    """Per lane [K]: sum and maximum of |learner - sampler| over action tokens, and whether g was
-    finite.
-    """
+    """Per lane [K]: sum and maximum of |learner - sampler| over action tokens; is g finite."""
 
     gap_sum: jax.Array
     gap_max: jax.Array
     is_finite: jax.Array
+
+
+class PromptSlots(struct.PyTreeNode):
+    """Shared prompts: S slots of P positions.
+
+    Attributes:
+      kv: [S, L, P, K, H] in the model's dtype.
+      adjoint1, adjoint2: [S, L, P, K, H] in at least float32; the prompt's shares of G1 and G2,
+        to be differentiated through the prompt when the group closes.
+    """
+
+    kv: KeysValues
+    adjoint1: KeysValues
+    adjoint2: KeysValues
 
 
 def zeros_like_params(params: Params) -> Params:
@@ -56,25 +71,44 @@ def zeros_like_params(params: Params) -> Params:
     )
 
 
+def empty_slots(model: TransformerConfig, num_slots: int, length: int) -> PromptSlots:
+    shape = (num_slots, model.num_layers, length, model.num_kv_heads, model.head_dim)
+    wide = jnp.promote_types(model.dtype, jnp.float32)
+
+    def zeros(dtype: Any) -> KeysValues:
+        return KeysValues(keys=jnp.zeros(shape, dtype), values=jnp.zeros(shape, dtype))
+
+    return PromptSlots(kv=zeros(model.dtype), adjoint1=zeros(wide), adjoint2=zeros(wide))
+
+
 def score(
     settings: ScoreSettings,
     params: Params,
+    prefix: KeysValues | None,
     tokens: jax.Array,
     targets: jax.Array,
     weights: jax.Array,
     behavior_logprobs: jax.Array,
     num_positions: jax.Array,
+    prefix_length: jax.Array,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """S of one padded trajectory, and (gap_sum, gap_max) of it.
+    """S of one padded trajectory or branch, and (gap_sum, gap_max) of it.
 
     Args:
+      prefix: keys and values [L, P, K, H] of a shared prompt, or None.
       tokens, targets: int32 [T].
       weights, behavior_logprobs: float32 [T].
       num_positions: int32 []; positions from here on are padding.
+      prefix_length: int32 []; the valid part of `prefix`, and the position of the first token.
     """
-    positions = jnp.arange(tokens.shape[0], dtype=jnp.int32)
+    offsets = jnp.arange(tokens.shape[0], dtype=jnp.int32)
+    valid = (offsets < num_positions)[None]
+    before = None
+    if prefix is not None:
+        before = (jnp.arange(prefix.keys.shape[1]) < prefix_length)[None]
+        prefix = jax.tree.map(lambda x: x[:, None], prefix)  # a batch of one
     hidden = forward(
-        settings.model, params, tokens[None], positions[None], (positions < num_positions)[None]
+        settings.model, params, tokens[None], (prefix_length + offsets)[None], valid, prefix, before
     )[0]
     logprobs = token_logprobs(
         hidden,
@@ -99,21 +133,39 @@ def fold(acc: Params, coefficient: jax.Array, grad: Params) -> Params:
     )
 
 
+def fold_at(
+    acc: KeysValues, slot: jax.Array, coefficient: jax.Array, grad: KeysValues
+) -> KeysValues:
+    """`fold` into one slot of [S, ...], the slots of shorter prompts zero beyond the gradient."""
+
+    def add(a: jax.Array, g: jax.Array) -> jax.Array:
+        length = g.shape[1]
+        part = a[slot, :, :length]
+        return a.at[slot, :, :length].set(fold(part, coefficient, g))
+
+    return jax.tree.map(add, acc, grad)
+
+
 def accumulate(
     settings: ScoreSettings,
+    prefix_bucket: int,
     params: Params,
     buffers: tuple[Params, ...],
+    slots: PromptSlots | None,
     coefficients: jax.Array,
+    pair_coefficients: jax.Array,
     lanes: Lanes,
-) -> tuple[tuple[Params, ...], LaneStats]:
+) -> tuple[tuple[Params, ...], PromptSlots | None, LaneStats]:
     """Folds the score gradients of the filled lanes into every buffer.
 
     Args:
+      prefix_bucket: positions of the slots to attend to; 0 for lanes without a shared prompt.
       buffers: accumulators, donated by the caller.
-      coefficients: [len(buffers), K] in float32 (float64 for float64 parameters).
-      lanes: padded examples; only the first `lanes.num_lanes` are run.
+      slots: shared prompts, their adjoints donated; None when prefix_bucket is 0.
+      coefficients: [len(buffers), K].
+      pair_coefficients: [2, K], (r_k - c, 1): what the prompt's adjoint pair gets, on every path.
+      lanes: padded examples [K, T]; only the first `lanes.num_lanes` are run.
     """
-    grad_of_score = jax.grad(functools.partial(score, settings), has_aux=True)
     num_lanes = lanes.tokens.shape[0]
     stats = LaneStats(
         gap_sum=jnp.zeros(num_lanes, jnp.float32),
@@ -121,17 +173,10 @@ def accumulate(
         is_finite=jnp.ones(num_lanes, jnp.bool_),
     )
 
-    def run_lane(
-        lane: jax.Array, carry: tuple[tuple[Params, ...], LaneStats]
-    ) -> tuple[tuple[Params, ...], LaneStats]:
-        buffers, stats = carry
-        grad, (gap_sum, gap_max) = grad_of_score(
-            params,
-            lanes.tokens[lane],
-            lanes.targets[lane],
-            lanes.weights[lane],
-            lanes.behavior_logprobs[lane],
-            lanes.num_positions[lane],
+    def run_lane(lane: jax.Array, carry: Any) -> Any:
+        buffers, slots, stats = carry
+        (grad, prefix_grad), (gap_sum, gap_max) = _lane_gradient(
+            settings, prefix_bucket, params, slots, lanes, lane
         )
         is_finite = jnp.stack([jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grad)]).all()
         stats = stats.replace(
@@ -139,10 +184,108 @@ def accumulate(
             gap_max=stats.gap_max.at[lane].set(gap_max),
             is_finite=stats.is_finite.at[lane].set(is_finite),
         )
-        folded = tuple(fold(acc, coefficients[b, lane], grad) for b, acc in enumerate(buffers))
-        return folded, stats
+        buffers = tuple(fold(acc, coefficients[b, lane], grad) for b, acc in enumerate(buffers))
+        if slots is not None:
+            slot, pair = lanes.adjoint_slot[lane], pair_coefficients[:, lane]
+            slots = slots.replace(
+                adjoint1=fold_at(slots.adjoint1, slot, pair[0], prefix_grad),
+                adjoint2=fold_at(slots.adjoint2, slot, pair[1], prefix_grad),
+            )
+        return buffers, slots, stats
 
-    return jax.lax.fori_loop(0, lanes.num_lanes, run_lane, (buffers, stats))
+    return jax.lax.fori_loop(0, lanes.num_lanes, run_lane, (buffers, slots, stats))
+
+
+class Binding(struct.PyTreeNode):
+    """Where one held gradient goes on one replica.
+
+    Attributes:
+      is_used: bool []; false leaves everything as it is.
+      coefficients: [num buffers], its weights in the buffers; all 0 drops it.
+      pair_coefficients: [2], (r - c, 1): the weights of its share of the prompt.
+      slot, held_slot: int32 []; prompt slot of its group, and of its own share.
+    """
+
+    is_used: jax.Array
+    coefficients: jax.Array
+    pair_coefficients: jax.Array
+    slot: jax.Array
+    held_slot: jax.Array
+
+
+def bind(
+    held: Params, buffers: tuple[Params, ...], slots: PromptSlots | None, binding: Binding
+) -> tuple[Params, tuple[Params, ...], PromptSlots | None]:
+    """Folds a held gradient into the buffers, and zeroes it."""
+    buffers = tuple(fold(acc, binding.coefficients[b], held) for b, acc in enumerate(buffers))
+    held = jax.tree.map(lambda h: jnp.where(binding.is_used, 0, h), held)
+    if slots is None:
+        return held, buffers, None
+    share = jax.tree.map(lambda x: x[binding.held_slot], slots.adjoint1)
+    first, second = binding.pair_coefficients
+    adjoint1 = fold_at(slots.adjoint1, binding.slot, first, share)
+
+    def clear(adjoint: jax.Array) -> jax.Array:
+        kept = jnp.where(binding.is_used, 0, adjoint[binding.held_slot])
+        return adjoint.at[binding.held_slot].set(kept)
+
+    slots = slots.replace(
+        adjoint1=jax.tree.map(clear, adjoint1),
+        adjoint2=fold_at(slots.adjoint2, binding.slot, second, share),
+    )
+    return held, buffers, slots
+
+
+def prompt_forward(
+    settings: ScoreSettings, params: Params, slots: PromptSlots, prompts: Prompts
+) -> PromptSlots:
+    """Fills one slot with the keys and values of a prompt, and zeroes its adjoints.
+
+    Args:
+      prompts: tokens [P], length [] and slot []; a length of 0 changes nothing.
+    """
+    bucket = prompts.tokens.shape[0]
+    kv = _prompt_kv(settings, params, prompts)
+
+    def store(all_slots: jax.Array, new: jax.Array | float) -> jax.Array:
+        old = all_slots[prompts.slot, :, :bucket]
+        return all_slots.at[prompts.slot, :, :bucket].set(jnp.where(prompts.length > 0, new, old))
+
+    def zero(all_slots: KeysValues) -> KeysValues:
+        return jax.tree.map(lambda x: store(x, 0.0), all_slots)
+
+    return PromptSlots(
+        kv=jax.tree.map(store, slots.kv, kv),
+        adjoint1=zero(slots.adjoint1),
+        adjoint2=zero(slots.adjoint2),
+    )
+
+
+def prompt_backward(
+    settings: ScoreSettings,
+    params: Params,
+    batch: Params,
+    slots: PromptSlots,
+    coefficients: jax.Array,
+    prompts: Prompts,
+) -> Params:
+    """Adds the prompt's share of its group's gradient: one backward with the combined adjoint.
+
+    Args:
+      coefficients: [2], those that close the group's pair; both 0 change nothing.
+    """
+    bucket = prompts.tokens.shape[0]
+
+    def combined(k1: jax.Array, k2: jax.Array) -> jax.Array:
+        a, b = coefficients.astype(k1.dtype)
+        part = a * k1[prompts.slot, :, :bucket] + b * k2[prompts.slot, :, :bucket]
+        return jnp.where((jnp.arange(bucket) < prompts.length)[None, :, None, None], part, 0)
+
+    kv, pull_back = jax.vjp(lambda p: _prompt_kv(settings, p, prompts), params)
+    adjoint = jax.tree.map(combined, slots.adjoint1, slots.adjoint2)
+    (grad,) = pull_back(jax.tree.map(lambda a, x: a.astype(x.dtype), adjoint, kv))
+    is_used = jnp.any(coefficients != 0) & (prompts.length > 0)
+    return fold(batch, is_used.astype(coefficients.dtype), grad)
 
 
 def close_group(
@@ -150,36 +293,70 @@ def close_group(
 ) -> tuple[Params, Params, Params]:
     """batch + a G1 + b G2 with (a, b) = `coefficients` [2]; returns it and the zeroed pair."""
     batch = fold(fold(batch, coefficients[0], reward_score_grad), coefficients[1], score_grad)
-    return (
-        batch,
-        jax.tree.map(jnp.zeros_like, reward_score_grad),
-        jax.tree.map(jnp.zeros_like, score_grad),
-    )
+    zeros = jax.tree.map(jnp.zeros_like, (reward_score_grad, score_grad))
+    return batch, zeros[0], zeros[1]
 
 
 def apply_update(
     optimizer: optax.GradientTransformation,
-    params: Params,
+    master: Params,
     opt_state: optax.OptState,
     batch: Params,
     denominator: jax.Array,
 ) -> tuple[Params, optax.OptState, Params, jax.Array]:
-    """Divides once, negates once, steps once; with a non-finite norm parameters and moments stay as
-    they are.
+    """Sums the replicas, divides once, negates once, steps once.
+
+    With a non-finite norm parameters and moments stay as they are.
 
     Args:
-      batch: sum of A_i g_i, the ascent direction, in at least float32.
+      master: parameters in the optimizer's precision.
+      batch: [R, ...], each replica's sum of A_i g_i, the ascent direction.
       denominator: scalar; action tokens or trajectories that arrived.
 
     Returns:
-      (params, opt_state, zeroed batch, norm of the normalised gradient before clipping).
+      (master, opt_state, zeroed batch, norm of the normalised gradient before clipping).
     """
-    grads = jax.tree.map(lambda g: -g / denominator.astype(g.dtype), batch)
+    grads = jax.tree.map(lambda g: -jnp.sum(g, axis=0) / denominator.astype(g.dtype), batch)
     norm = optax.tree.norm(grads)
 
     def step() -> tuple[Params, optax.OptState]:
-        updates, new_opt_state = optimizer.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), new_opt_state
+        updates, new_opt_state = optimizer.update(grads, opt_state, master)
+        return optax.apply_updates(master, updates), new_opt_state
 
-    params, opt_state = jax.lax.cond(jnp.isfinite(norm), step, lambda: (params, opt_state))
-    return params, opt_state, jax.tree.map(jnp.zeros_like, batch), norm
+    master, opt_state = jax.lax.cond(jnp.isfinite(norm), step, lambda: (master, opt_state))
+    return master, opt_state, jax.tree.map(jnp.zeros_like, batch), norm
+
+
+def _prompt_kv(settings: ScoreSettings, params: Params, prompts: Prompts) -> KeysValues:
+    """Keys and values [L, P, K, H] of one padded prompt."""
+    offsets = jnp.arange(prompts.tokens.shape[0], dtype=jnp.int32)
+    valid = (offsets < prompts.length)[None]
+    kv = keys_values(settings.model, params, prompts.tokens[None], offsets[None], valid)
+    return jax.tree.map(lambda x: x[:, 0], kv)
+
+
+def _lane_gradient(
+    settings: ScoreSettings,
+    prefix_bucket: int,
+    params: Params,
+    slots: PromptSlots | None,
+    lanes: Lanes,
+    lane: jax.Array,
+) -> Any:
+    """((gradient, gradient of the prefix or None), (gap_sum, gap_max)) of one lane."""
+    fields = (
+        lanes.tokens[lane],
+        lanes.targets[lane],
+        lanes.weights[lane],
+        lanes.behavior_logprobs[lane],
+        lanes.num_positions[lane],
+        lanes.prefix_length[lane],
+    )
+    prefix = None
+    if slots is not None:
+        prefix = jax.tree.map(lambda x: x[lanes.slot[lane], :, :prefix_bucket], slots.kv)
+
+    def score_of(params: Params, prefix: KeysValues | None) -> Any:
+        return score(settings, params, prefix, *fields)
+
+    return jax.grad(score_of, argnums=(0, 1), has_aux=True)(params, prefix)

@@ -40,7 +40,9 @@ def token_logprobs(
 
     if vocab_size <= chunk:
         logits = scaled_logits(kernel)
-        chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+        # A sum instead of a gather: the vocabulary may be sharded.
+        is_target = jnp.arange(vocab_size) == targets[..., None]
+        chosen = jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1)
         return chosen - jax.nn.logsumexp(logits, axis=-1)
 
     num_chunks = -(-vocab_size // chunk)

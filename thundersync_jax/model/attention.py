@@ -1,4 +1,7 @@
-"""Grouped-query attention, with or without a K/V cache. Positions alone decide what is attended."""
+"""Grouped-query attention: to the tokens of the row, to a prefix before them, or to a K/V cache.
+
+Positions and segments alone decide what is attended, as a dense mask or as the kernel's `Visible`.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from thundersync_jax.model.kv_cache import KVCache
+from thundersync_jax.model.kv_cache import KeysValues, KVCache
 from thundersync_jax.model.layers import (
     Einsum,
     RMSNorm,
@@ -16,20 +19,30 @@ from thundersync_jax.model.layers import (
     rotate,
 )
 from thundersync_jax.model.presets import TransformerConfig
+from thundersync_jax.model.splash import Visible, splash
+from thundersync_jax.sharding import constrain
 
 
-def causal_mask(
-    query_positions: jax.Array, key_positions: jax.Array, key_valid: jax.Array | None
+def causal_mask(query_positions: jax.Array, key_positions: jax.Array) -> jax.Array:
+    """Bool [B, T, S]: the key is not later than the query. Positions [B, T], [B, S] or [1, S]."""
+    return key_positions[:, None, :] <= query_positions[:, :, None]
+
+
+def packed_mask(
+    positions: jax.Array, segment_ids: jax.Array, prefix_valid: jax.Array | None
 ) -> jax.Array:
-    """Bool [B, T, S]: the key is valid and not later than the query.
+    """Bool [B, T, P + T]: a valid key of the prefix, or one of the same segment and not later.
 
     Args:
-      query_positions: [B, T].
-      key_positions: [B, S] or [1, S].
-      key_valid: bool [B, S], or None when every key is.
+      positions, segment_ids: int32 [B, T]; 0 is padding.
+      prefix_valid: bool [B, P], or None without a prefix.
     """
-    mask = key_positions[:, None, :] <= query_positions[:, :, None]
-    return mask if key_valid is None else mask & key_valid[:, None, :]
+    keys = segment_ids[:, None, :]
+    mask = causal_mask(positions, positions) & (segment_ids[:, :, None] == keys) & (keys != 0)
+    if prefix_valid is None:
+        return mask
+    before = jnp.broadcast_to(prefix_valid[:, None], (*positions.shape, prefix_valid.shape[1]))
+    return jnp.concatenate([before, mask], axis=2)
 
 
 def attend(query: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Array) -> jax.Array:
@@ -60,13 +73,18 @@ class Attention(nn.Module):
         self,
         inputs: jax.Array,
         rotary: tuple[jax.Array, jax.Array],
-        mask: jax.Array,
+        mask: jax.Array | Visible,
         layer: jax.Array,
         rows: jax.Array | None,
         positions: jax.Array,
         cache: KVCache | None,
-    ) -> tuple[jax.Array, KVCache | None]:
-        """Maps [B, T, D] to [B, T, D]; a given cache first gets the new keys and values."""
+        prefix: KeysValues | None,
+    ) -> tuple[jax.Array, KVCache | None, KeysValues]:
+        """Maps [B, T, D] to [B, T, D].
+
+        A given cache first gets the new keys and values and is then attended; a given prefix is
+        attended before them. The new keys and values [B, T, K, H] are returned.
+        """
         c = self.config
         query = self._project("query", "heads", c.num_heads)(inputs)  # [B, T, N, H]
         keys = self._project("key", "kv_heads", c.num_kv_heads)(inputs)  # [B, T, K, H]
@@ -75,12 +93,22 @@ class Attention(nn.Module):
             query = RMSNorm(c, axis="head_dim", name="query_norm")(query)
             keys = RMSNorm(c, axis="head_dim", name="key_norm")(keys)
         query, keys = rotate(query, *rotary), rotate(keys, *rotary)
+        new = KeysValues(keys=keys, values=values)
+        if prefix is not None:
+            keys = jnp.concatenate([prefix.keys, keys], axis=1)  # [B, P + T, K, H]
+            values = jnp.concatenate([prefix.values, values], axis=1)
         if cache is not None:
             cache = cache.write(layer, rows, positions, keys, values)
             keys, values = cache.read(layer, rows)  # [B, S, K, H]
+        keys = constrain(keys, ("batch", None, "kv_heads", None))  # gathered over fsdp
+        values = constrain(values, ("batch", None, "kv_heads", None))
         batch, length = inputs.shape[:2]
         query = query.reshape(batch, length, c.num_kv_heads, c.heads_per_kv_head, c.head_dim)
-        attended = attend(query, keys, values, mask).reshape(batch, length, c.num_heads, c.head_dim)
+        if isinstance(mask, Visible):
+            attended = splash(query, keys, values, mask)
+        else:
+            attended = attend(query, keys, values, mask)
+        attended = attended.reshape(batch, length, c.num_heads, c.head_dim)
         output = Einsum(
             c,
             "BTNH,NHD->BTD",
@@ -89,7 +117,7 @@ class Attention(nn.Module):
             fan_in_normal(c.num_heads * c.head_dim, residual_scale(c)),
             name="output",
         )
-        return output(attended), cache
+        return output(attended), cache, new
 
     def _project(self, name: str, axis: str, num_heads: int) -> Einsum:
         c = self.config

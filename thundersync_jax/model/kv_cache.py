@@ -13,6 +13,19 @@ from thundersync_jax.model.presets import TransformerConfig
 
 
 @flax.struct.dataclass
+class KeysValues:
+    """Keys and values of consecutive tokens, differentiable.
+
+    Attributes:
+      keys, values: [L, B, S, K, H] in the model's dtype, without L inside a layer; keys are
+        rotated.
+    """
+
+    keys: jax.Array
+    values: jax.Array
+
+
+@flax.struct.dataclass
 class KVCache:
     """Attributes:
     keys, values: [L, B, S, K, H] in the model's dtype; keys are rotated.

@@ -14,6 +14,7 @@ from thundersync_jax.errors import UserError
 
 DTYPES = ("float32", "bfloat16", "float64")
 REMATS = ("none", "block", "dots")
+ATTENTIONS = ("auto", "xla", "splash")
 
 
 class ModelError(UserError, ValueError):
@@ -49,6 +50,9 @@ class TransformerConfig:
       param_dtype: storage of the parameters that `init_params` makes.
       remat: what the backward pass keeps: "none" everything, "block" the block inputs, "dots" also
         the projections.
+      attention: of whole trajectories: "xla" holds the scores of all queries and keys, "splash"
+        runs the TPU kernel that does not (interpreted, slowly, elsewhere), "auto" takes the kernel
+        on TPUs for long rows.
     """
 
     vocab_size: int
@@ -66,6 +70,7 @@ class TransformerConfig:
     dtype: str = "float32"
     param_dtype: str = "float32"
     remat: str = "none"
+    attention: str = "auto"
 
     def __post_init__(self) -> None:
         for name in (
@@ -93,9 +98,16 @@ class TransformerConfig:
                 f"rope_theta = {self.rope_theta}, rms_norm_eps = {self.rms_norm_eps}: "
                 "expected positive numbers"
             )
-        for name, allowed in (("dtype", DTYPES), ("param_dtype", DTYPES), ("remat", REMATS)):
+        for name, allowed in (
+            ("dtype", DTYPES),
+            ("param_dtype", DTYPES),
+            ("remat", REMATS),
+            ("attention", ATTENTIONS),
+        ):
             if getattr(self, name) not in allowed:
                 raise ModelError(f"{name} = {getattr(self, name)!r}: expected one of {allowed}")
+        if self.attention == "splash" and self.dtype == "float64":
+            raise ModelError("attention = 'splash' computes in float32: expected 'xla' for float64")
 
     @property
     def heads_per_kv_head(self) -> int:

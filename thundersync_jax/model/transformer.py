@@ -4,7 +4,7 @@ Invariants:
   * Parameters outside this folder are a plain pytree of arrays; `logical_axes` has its structure.
   * `forward` and `forward_cached` give the same hidden states for the same tokens, however the
     tokens are cut into calls.
-  * Invalid tokens, and cache entries later than a query, have no effect on valid outputs.
+  * Padding, other segments and cache entries later than a query have no effect on valid outputs.
 Called by the learner and its reference (`forward`) and by the serving engine (`forward_cached`).
 """
 
@@ -19,8 +19,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from thundersync_jax.model.attention import Attention, causal_mask
-from thundersync_jax.model.kv_cache import KVCache
+from thundersync_jax.model.attention import Attention, causal_mask, packed_mask
+from thundersync_jax.model.embedding import look_up
+from thundersync_jax.model.kv_cache import KeysValues, KVCache
 from thundersync_jax.model.layers import (
     RMSNorm,
     SwiGLU,
@@ -29,6 +30,8 @@ from thundersync_jax.model.layers import (
     rotary_tables,
 )
 from thundersync_jax.model.presets import ModelError, TransformerConfig
+from thundersync_jax.model.splash import Visible, visible, wants_splash
+from thundersync_jax.sharding import constrain
 
 Params = dict[str, Any]
 
@@ -48,19 +51,23 @@ class Block(nn.Module):
         self,
         carry: tuple[jax.Array, KVCache | None],
         layer: jax.Array,
+        prefix: KeysValues | None,
         rotary: tuple[jax.Array, jax.Array],
-        mask: jax.Array,
+        mask: jax.Array | Visible,
         rows: jax.Array | None,
         positions: jax.Array,
-    ) -> tuple[tuple[jax.Array, KVCache | None], None]:
+    ) -> tuple[tuple[jax.Array, KVCache | None], KeysValues]:
         hidden, cache = carry
         normed = RMSNorm(self.config, name="attention_norm")(hidden)
         attention = Attention(self.config, name="attention")
-        attended, cache = attention(normed, rotary, mask, layer, rows, positions, cache)
-        hidden = hidden + attended
+        attended, cache, new = attention(
+            normed, rotary, mask, layer, rows, positions, cache, prefix
+        )
+        hidden = constrain(hidden + attended, ("batch", "length", None))
         normed = RMSNorm(self.config, name="mlp_norm")(hidden)
         hidden = hidden + SwiGLU(self.config, name="mlp")(normed)
-        return (hidden, cache), None
+        hidden = constrain(hidden, ("batch", "length", None))
+        return (hidden, cache), new
 
 
 class Transformer(nn.Module):
@@ -73,21 +80,24 @@ class Transformer(nn.Module):
         self,
         tokens: jax.Array,
         positions: jax.Array,
-        mask: jax.Array,
+        mask: jax.Array | Visible,
         rows: jax.Array | None,
         cache: KVCache | None,
-    ) -> tuple[jax.Array, KVCache | None]:
+        prefix: KeysValues | None = None,
+    ) -> tuple[jax.Array, KVCache | None, KeysValues]:
         c = self.config
-        hidden = jnp.take(self._embedding(), tokens, axis=0, mode="clip").astype(c.dtype)
+        hidden = look_up(self._embedding(), tokens).astype(c.dtype)
+        hidden = constrain(hidden, ("batch", "length", None))
         rotary = rotary_tables(c, positions)
         carry, layers = (hidden, cache), jnp.arange(c.num_layers)  # hidden [B, T, D]
-        (hidden, cache), _ = self._blocks()(carry, layers, rotary, mask, rows, positions)
+        blocks = self._blocks()
+        (hidden, cache), new = blocks(carry, layers, prefix, rotary, mask, rows, positions)
         if not c.tie_embeddings:
             init = nn.with_logical_partitioning(
                 fan_in_normal(c.embed_dim, INITIAL_LOGIT_SCALE), ("embed", "vocab")
             )
             self.param("output_kernel", init, (c.embed_dim, c.vocab_size), c.param_dtype)
-        return RMSNorm(c, name="final_norm")(hidden), cache
+        return RMSNorm(c, name="final_norm")(hidden), cache, new
 
     def _embedding(self) -> Any:
         c = self.config
@@ -109,7 +119,7 @@ class Transformer(nn.Module):
             block,
             variable_axes={"params": 0},
             split_rngs={"params": True},
-            in_axes=(0, nn.broadcast, nn.broadcast, nn.broadcast, nn.broadcast),
+            in_axes=(0, 0, nn.broadcast, nn.broadcast, nn.broadcast, nn.broadcast),
             length=self.config.num_layers,
             metadata_params={nn.PARTITION_NAME: "layers"},
         )
@@ -146,19 +156,33 @@ def forward(
     params: Params,
     tokens: jax.Array,
     positions: jax.Array,
-    valid: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
+    prefix: KeysValues | None = None,
+    prefix_valid: jax.Array | None = None,
 ) -> jax.Array:
     """Hidden states after the final norm, [B, T, D] in `config.dtype`.
 
     Args:
-      tokens, positions: int32 [B, T]. A token attends to those of its row whose position is not
-        later than its own.
-      valid: bool [B, T]; invalid tokens are not attended, their outputs are finite but meaningless.
+      tokens, positions: int32 [B, T]. A token attends to those of its segment whose position is
+        not later than its own.
+      segment_ids: int32 [B, T], ascending along the row; 0 is padding, which is not attended and
+        whose outputs are finite but meaningless. A bool array is one segment; None is all of it.
+      prefix: keys and values [L, B, P, K, H] of the tokens at positions 0 to P - 1, to attend to as
+        well; `keys_values` computes them.
+      prefix_valid: bool [B, P], needed with a prefix.
     """
-    _check_precision(config)
-    mask = causal_mask(positions, positions, valid)
-    hidden, _ = Transformer(config).apply({"params": params}, tokens, positions, mask, None, None)
-    return hidden
+    return _apply(config, params, tokens, positions, segment_ids, prefix, prefix_valid)[0]
+
+
+def keys_values(
+    config: TransformerConfig,
+    params: Params,
+    tokens: jax.Array,
+    positions: jax.Array,
+    segment_ids: jax.Array | None = None,
+) -> KeysValues:
+    """What later tokens attend to of these: [L, B, T, K, H]. Arguments as in `forward`."""
+    return _apply(config, params, tokens, positions, segment_ids, None, None)[1]
 
 
 def forward_cached(
@@ -181,9 +205,10 @@ def forward_cached(
       Hidden states after the final norm [B, T, D], and the cache.
     """
     _check_precision(config)
-    mask = causal_mask(positions, jnp.arange(cache.length)[None], None)
+    mask = causal_mask(positions, jnp.arange(cache.length)[None])
     model: Any = Transformer(config)
-    return model.apply({"params": params}, tokens, positions, mask, rows, cache)
+    hidden, cache, _ = model.apply({"params": params}, tokens, positions, mask, rows, cache)
+    return hidden, cache
 
 
 def output_kernel(config: TransformerConfig, params: Params) -> jax.Array:
@@ -203,6 +228,29 @@ def _init_boxed(config: TransformerConfig, seed: int | jax.Array) -> Params:
     token = jnp.zeros((1, 1), jnp.int32)
     mask = jnp.ones((1, 1, 1), bool)
     return Transformer(config).init(jax.random.key(seed), token, token, mask, None, None)["params"]
+
+
+def _apply(
+    config: TransformerConfig,
+    params: Params,
+    tokens: jax.Array,
+    positions: jax.Array,
+    segment_ids: jax.Array | None,
+    prefix: KeysValues | None,
+    prefix_valid: jax.Array | None,
+) -> tuple[jax.Array, KeysValues]:
+    _check_precision(config)
+    if segment_ids is None:
+        segment_ids = jnp.ones_like(tokens)
+    segment_ids = jnp.asarray(segment_ids, jnp.int32)
+    mask: jax.Array | Visible
+    if wants_splash(config, tokens.shape[1]):
+        mask = visible(segment_ids, prefix_valid)
+    else:
+        mask = packed_mask(positions, segment_ids, prefix_valid)
+    model: Any = Transformer(config)
+    hidden, _, new = model.apply({"params": params}, tokens, positions, mask, None, None, prefix)
+    return hidden, new
 
 
 def _check_precision(config: TransformerConfig) -> None:

@@ -80,7 +80,8 @@ class WorkItem:
     """One completed learner program call.
 
     Attributes:
-      path: "direct", "stream", "close" or "update".
+      path: "direct", "stream", "ahead", "bind", "close", "prompt_forward", "prompt_backward" or
+        "update".
       started_s, ended_s: `time.monotonic()`; the end is seen by a host that blocked on the outputs.
     """
 

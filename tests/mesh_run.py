@@ -1,0 +1,70 @@
+"""Streams random batches on a mesh of eight simulated devices; prints JSON for test_mesh.py.
+
+    python tests/mesh_run.py DATA FSDP TENSOR NUM_ORDERS
+
+XLA_FLAGS=--xla_force_host_platform_device_count=8 must be set before jax starts.
+"""
+
+import dataclasses
+import json
+import sys
+
+import jax
+import learner_cases as lc
+import numpy as np
+
+from thundersync_jax.config_sections import LearnerSection, OptimizerSection
+from thundersync_jax.learner.learner import Learner
+from thundersync_jax.model.transformer import init_params
+from thundersync_jax.sharding import MeshShape, make_mesh
+
+CONFIG = LearnerSection(
+    buckets=(32,),
+    tokens_per_step=64,
+    pool_size=2,
+    pairs_per_call=2,
+    held_gradients=1,
+    prompt_buckets=(24,),
+    prompt_slots=2,
+    min_shared_tokens=2,
+    max_logprob_gap=1e9,
+)
+OPTIMIZER = OptimizerSection(learning_rate=1e-2)
+MODEL = dataclasses.replace(
+    lc.tiny(), num_layers=1, num_heads=8, num_kv_heads=8, vocab_size=16, remat="block"
+)
+
+
+def batch(seed: int) -> list[lc.Case]:
+    """Prompts long enough to be shared by some groups and not by others."""
+    rng = np.random.default_rng(seed)
+    prompts = [tuple(rng.integers(0, 13, n).tolist()) for n in rng.integers(1, 12, 4)]
+    cases = lc.random_batch(seed)
+    return [dataclasses.replace(c, prompt=p) for c, p in zip(cases, prompts, strict=True)]
+
+
+def main() -> None:
+    data, fsdp, tensor, num_orders = map(int, sys.argv[1:])
+    mesh = make_mesh(MeshShape(data=data, fsdp=fsdp, tensor=tensor))
+    learner = Learner(CONFIG, OPTIMIZER, MODEL, init_params(MODEL, 0), mesh=mesh)
+    whole = jax.device_get(learner.state.params)
+    distances = []
+    for order in range(num_orders):
+        cases = batch(order % 2)
+        want = lc.reference(MODEL, whole, cases, CONFIG)
+        lc.run_events(learner, cases, np.random.default_rng(order))
+        distances.append(lc.rel_l2(learner.gradient(), want))
+        if order < num_orders - 1:
+            learner.abandon()
+    paths = dict(learner.update().paths)
+    alone = Learner(CONFIG, OPTIMIZER, MODEL, jax.tree.map(jax.numpy.asarray, whole))
+    lc.enqueue(alone, cases)
+    alone.update()
+    moved = jax.tree.map(np.subtract, jax.device_get(learner.params), whole)
+    wanted = jax.tree.map(np.subtract, jax.device_get(alone.params), whole)
+    result = {"distances": distances, "update": lc.rel_l2(moved, wanted), "paths": paths}
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

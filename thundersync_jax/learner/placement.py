@@ -1,0 +1,137 @@
+"""Shapes and shardings of everything that the learner keeps or passes on its mesh.
+
+Abstract values only: nothing here allocates. Parameters lie on fsdp and tensor; accumulators and
+prompt slots have a leading `data` axis; master weights and moments are spread over `data` too.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from thundersync_jax import sharding
+from thundersync_jax.learner import streaming
+from thundersync_jax.learner.buckets import pad_lanes, pad_prompts
+from thundersync_jax.model.presets import TransformerConfig
+from thundersync_jax.model.transformer import abstract_params, logical_axes
+
+
+class Placement:
+    """Abstract values with shardings, pytrees of jax.ShapeDtypeStruct.
+
+    Attributes:
+      params: the replicas' parameters.
+      master: the optimizer's copy of them.
+      accumulator: one sum of gradients, [R, ...].
+      opt_state: the optimizer's moments and counters.
+      slots: prompt slots [R, S, L, P, K, H], or None.
+      scalar_dtype: of coefficients: float32, or float64 for float64 parameters.
+    """
+
+    def __init__(
+        self,
+        model: TransformerConfig,
+        optimizer: optax.GradientTransformation,
+        mesh: Mesh,
+        *,
+        num_slots: int,
+        slot_length: int,
+    ) -> None:
+        self.mesh = mesh
+        self.num_replicas: int = mesh.shape[sharding.DATA]
+        params = abstract_params(model)
+        specs = jax.tree.map(
+            sharding.partition_spec, logical_axes(model), is_leaf=lambda x: isinstance(x, tuple)
+        )
+        wide = jax.eval_shape(streaming.zeros_like_params, params)
+        self.scalar_dtype = np.dtype(jax.tree.leaves(wide)[0].dtype)
+        self.params = self._on_mesh(params, specs)
+        self.master = jax.tree.map(
+            lambda p: self._struct(p, sharding.spread_over_data(p.sharding.spec, p.shape, mesh)),
+            self.params,
+        )
+        self.accumulator = jax.tree.map(
+            lambda p, w: self._struct(
+                jax.ShapeDtypeStruct((self.num_replicas, *w.shape), w.dtype),
+                sharding.replica_spec(p.sharding.spec),
+            ),
+            self.params,
+            wide,
+        )
+        self.opt_state = self._opt_state(optimizer)
+        self.slots = self._slots(model, num_slots, slot_length) if num_slots else None
+
+    def local(self, arrays: Any) -> Any:
+        """Host arrays [R, ...], split over `data`."""
+        return jax.tree.map(lambda x: self._struct(x, PartitionSpec(sharding.DATA)), arrays)
+
+    def local_scalars(self, *shape: int) -> jax.ShapeDtypeStruct:
+        return self.local(np.zeros((self.num_replicas, *shape), self.scalar_dtype))
+
+    def scalar(self) -> jax.ShapeDtypeStruct:
+        return self._struct(np.zeros((), self.scalar_dtype), PartitionSpec())
+
+    def lanes(self, lanes_per_call: int, bucket: int) -> Any:
+        return self.local(pad_lanes([[]] * self.num_replicas, lanes_per_call, bucket))
+
+    def prompts(self, bucket: int) -> Any:
+        return self.local(pad_prompts([None] * self.num_replicas, bucket))
+
+    def binding(self, num_buffers: int) -> Any:
+        """Where held gradients go, one a replica."""
+        fields: Any = {
+            "is_used": np.zeros(self.num_replicas, np.bool_),
+            "coefficients": np.zeros((self.num_replicas, num_buffers), self.scalar_dtype),
+            "pair_coefficients": np.zeros((self.num_replicas, 2), self.scalar_dtype),
+            "slot": np.zeros(self.num_replicas, np.int32),
+            "held_slot": np.zeros(self.num_replicas, np.int32),
+        }
+        return self.local(streaming.Binding(**fields))
+
+    def stats(self, lanes_per_call: int) -> Any:
+        """What `streaming.accumulate` reports."""
+        shape = (self.num_replicas, lanes_per_call)
+        fields: Any = {
+            "gap_sum": np.zeros(shape, np.float32),
+            "gap_max": np.zeros(shape, np.float32),
+            "is_finite": np.zeros(shape, np.bool_),
+        }
+        return self.local(streaming.LaneStats(**fields))
+
+    def _opt_state(self, optimizer: optax.GradientTransformation) -> Any:
+        """Moments lie where their parameters' master copies lie; counters everywhere."""
+        return optax.tree.map_params(
+            optimizer,
+            lambda leaf, master: self._struct(leaf, master.sharding.spec),
+            jax.eval_shape(optimizer.init, self.master),
+            self.master,
+            transform_non_params=lambda leaf: self._struct(leaf, PartitionSpec()),
+        )
+
+    def _slots(self, model: TransformerConfig, num_slots: int, length: int) -> Any:
+        """Positions over fsdp, heads over tensor."""
+        make = functools.partial(streaming.empty_slots, model, num_slots, length)
+        heads = sharding.TABLE["kv_heads"]
+        spec = PartitionSpec(sharding.DATA, None, None, sharding.FSDP, heads, None)
+        return jax.tree.map(
+            lambda x: self._struct(
+                jax.ShapeDtypeStruct((self.num_replicas, *x.shape), x.dtype), spec
+            ),
+            jax.eval_shape(make),
+        )
+
+    def _on_mesh(self, values: Any, specs: Any) -> Any:
+        return jax.tree.map(self._struct, values, specs)
+
+    def _struct(self, like: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+        placed = NamedSharding(self.mesh, spec)
+        return jax.ShapeDtypeStruct(np.shape(like), like.dtype, sharding=placed)
+
+
+def shardings(abstract: Any) -> Any:
+    return jax.tree.map(lambda x: x.sharding, abstract)

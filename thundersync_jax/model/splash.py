@@ -1,0 +1,254 @@
+"""Splash attention: the TPU kernel that never holds the scores of all queries and keys.
+
+    Visible      what every query may attend to, computed once for all layers
+    splash       the attention itself, differentiable in queries, keys and values
+
+Keys are P of a prefix, that every query may attend to where they are valid, and then the T of the
+queries themselves: a query attends to those of its own segment up to itself. The kernel's own
+segment ids cannot say "or the prefix", so they carry the validity of keys alone. Which of the T are
+visible is a range per query, from the first token of its segment to itself, and the mask function
+of the kernel unpacks it from the one integer a query has there.
+
+The kernel cannot be partitioned automatically: in a program of a mesh it runs under a shard_map of
+its own over the axes that are not manual yet, queries split over `fsdp`, heads over `tensor`.
+Called by `attention`, which has the plain form of the same function.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+from jax.experimental.pallas.ops.tpu.splash_attention import (
+    splash_attention_mask_info as mask_infos,
+)
+from jax.sharding import PartitionSpec
+
+from thundersync_jax.model.presets import ModelError, TransformerConfig
+from thundersync_jax.sharding import FSDP, TENSOR
+
+# Queries and keys a step of the kernel works on: multiples of the smaller, at most the larger.
+MIN_BLOCK, MAX_BLOCK = 128, 512
+# "auto" takes the kernel from here on: the scores of a head are then 4 MB in float32.
+MIN_AUTO_LENGTH = 1024
+_INDEX_BITS = 16  # of an index and of a segment's start, packed in one integer
+MAX_LENGTH = 1 << _INDEX_BITS
+
+
+@flax.struct.dataclass
+class Visible:
+    """What every query may attend to.
+
+    Attributes:
+      ranges: int32 [B, T]; first own key << 16 | last own key.
+      valid: int32 [B, P + T]; 1 where a key may be attended at all.
+    """
+
+    ranges: jax.Array
+    valid: jax.Array
+
+
+def visible(segment_ids: jax.Array, prefix_valid: jax.Array | None) -> Visible:
+    """Of segments in ascending order along each row, the positions ascending within each.
+
+    Args:
+      segment_ids: int32 [B, T]; 0 is padding, which may lie anywhere.
+      prefix_valid: bool [B, P], or None without a prefix.
+    """
+    length = segment_ids.shape[1]
+    if length > MAX_LENGTH:
+        raise ModelError(
+            f"attention = 'splash' with {length} tokens in a row: expected at most {MAX_LENGTH}"
+        )
+    index = jnp.arange(length, dtype=jnp.int32)
+    reached = jax.lax.cummax(segment_ids, axis=1)  # padding belongs to what precedes it
+    is_first = jnp.diff(reached, axis=1, prepend=0) != 0
+    first = jax.lax.cummax(jnp.where(is_first, index, 0), axis=1)
+    valid = (segment_ids != 0).astype(jnp.int32)
+    if prefix_valid is not None:
+        valid = jnp.concatenate([prefix_valid.astype(jnp.int32), valid], axis=1)
+    return Visible(ranges=first << _INDEX_BITS | index, valid=valid)
+
+
+def wants_splash(config: TransformerConfig, length: int) -> bool:
+    """Whether rows of `length` tokens take the kernel in the program that is being traced."""
+    if config.attention != "auto":
+        return config.attention == "splash"
+    return (
+        _platform() == "tpu"
+        and config.dtype != "float64"
+        and MIN_AUTO_LENGTH <= length <= MAX_LENGTH
+        and length % (MIN_BLOCK * _num_query_shards()) == 0
+    )
+
+
+def splash(query: jax.Array, keys: jax.Array, values: jax.Array, visible: Visible) -> jax.Array:
+    """Softmax attention with float32 softmax and sums; interpreted where there is no TPU.
+
+    Args:
+      query: [B, T, K, G, H].
+      keys, values: [B, P + T, K, H], the prefix first.
+
+    Returns:
+      [B, T, K, G, H] in the query's dtype. Queries that may attend to nothing get a finite,
+      meaningless output.
+    """
+    length, shards = query.shape[1], _num_query_shards()
+    prefix = keys.shape[1] - length
+    block_q = _block(length // shards)
+    block_kv = _block(length)
+    padded = _round_up(length, math.lcm(shards * block_q, block_kv))
+    padded_prefix = _round_up(prefix, block_kv)
+    kernel = _kernel(padded, padded_prefix, shards, block_q, block_kv, _platform() != "tpu")
+
+    # The kernel has no scale of its own, and its heads come before the length.
+    scaled = query * query.shape[-1] ** -0.5
+    grouped = _pad(scaled, 1, padded - length).transpose(0, 2, 3, 1, 4)  # [B, K, G, T, H]
+
+    def keyed(array: jax.Array, axis: int) -> jax.Array:
+        """A multiple of the block of prefix, and of tokens."""
+        before, own = jnp.split(array, [prefix], axis=axis)
+        before = _pad(before, axis, padded_prefix - prefix)
+        return jnp.concatenate([before, _pad(own, axis, padded - length)], axis=axis)
+
+    keys, values = (keyed(x, 1).transpose(0, 2, 1, 3) for x in (keys, values))  # [B, K, S, H]
+    attended = _on_mesh(
+        kernel,
+        grouped.astype(query.dtype),
+        keys,
+        values,
+        _pad(visible.ranges, 1, padded - length),
+        keyed(visible.valid, 1),
+    )
+    return attended.transpose(0, 3, 1, 2, 4)[:, :length]
+
+
+def _platform() -> str:
+    """That the traced program is for: the mesh knows, also when it is compiled on another."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if device is None else device.platform
+
+
+def _num_query_shards() -> int:
+    """Over how many devices of the program's mesh the queries of a row are split."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return 1 if mesh.empty else mesh.shape[FSDP]
+
+
+def _on_mesh(kernel: kernels.SplashAttentionKernel, *arrays: jax.Array) -> jax.Array:
+    """`_on_device` on every device's share: queries over `fsdp`, heads over `tensor`."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return _on_device(kernel, *arrays)
+    spec = PartitionSpec
+    queries, keys = spec(None, TENSOR, None, FSDP, None), spec(None, TENSOR, None, None)
+    # Block masks are [1, blocks of queries, blocks of keys], the sequence of queries is [T].
+    split = jax.tree.map(lambda x: spec(None, FSDP, None) if x.ndim == 3 else spec(FSDP), kernel)
+    return jax.shard_map(
+        _on_device,
+        in_specs=(split, queries, keys, keys, spec(None, FSDP), spec(None, None)),
+        out_specs=queries,
+        axis_names=set(mesh.axis_names) - set(mesh.manual_axes),
+        check_vma=False,
+    )(kernel, *arrays)
+
+
+def _on_device(
+    kernel: kernels.SplashAttentionKernel,
+    query: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    ranges: jax.Array,
+    valid: jax.Array,
+) -> jax.Array:
+    """Of whole arrays on one device; `query` is [B, K, G, T, H], the result too."""
+    rows, kv_heads, group, length, width = query.shape
+    every = jnp.ones(length, jnp.int32)
+
+    def row(
+        query: jax.Array, keys: jax.Array, values: jax.Array, ranges: jax.Array, valid: jax.Array
+    ) -> Any:
+        ranged = jax.tree.map(lambda x: ranges if x.ndim == 1 else x, kernel)
+        return ranged(query, keys, values, segment_ids=kernels.SegmentIds(q=every, kv=valid))
+
+    query = query.reshape(rows, kv_heads * group, length, width)
+    attended = jax.vmap(row)(query, keys, values, ranges, valid)
+    return attended.reshape(rows, kv_heads, group, length, width)
+
+
+class _PrefixAndRange(masks._ComputableMask):
+    """The whole prefix, and of the own keys the range of the query.
+
+    With the row's index for a range it is the causal mask of one segment: no mask of packed
+    segments sees more, so the blocks that it leaves out are empty in all of them.
+    """
+
+    def __init__(self, length: int, prefix: int) -> None:
+        self._identity = (length, prefix)
+        super().__init__((length, prefix + length), functools.partial(_sees, prefix))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _PrefixAndRange) and self._identity == other._identity
+
+    def __hash__(self) -> int:
+        return hash(self._identity)
+
+
+def _sees(prefix: int, ranges: jax.Array, key: jax.Array) -> jax.Array:
+    own = key - prefix
+    first, last = (ranges >> _INDEX_BITS) & (MAX_LENGTH - 1), ranges & (MAX_LENGTH - 1)
+    return (own < 0) | ((own >= first) & (own <= last))
+
+
+@functools.lru_cache(maxsize=64)
+def _kernel(
+    length: int, prefix: int, shards: int, block_q: int, block_kv: int, interpret: bool
+) -> kernels.SplashAttentionKernel:
+    """The kernel of one shape. Its block masks are numpy arrays: no trace or device owns them."""
+    mask = masks.MultiHeadMask([_PrefixAndRange(length, prefix)])  # one for all heads
+    block = (block_q, block_kv)
+    forward, function = mask_infos.process_mask(mask, block, q_seq_shards=shards)
+    backward, _ = mask_infos.process_mask_dkv(mask, block, q_seq_shards=shards)
+    return kernels.SplashAttentionKernel(
+        forward,
+        forward,
+        backward,
+        is_mqa=False,
+        save_residuals=False,
+        mask_value=kernels.DEFAULT_MASK_VALUE,
+        attn_logits_soft_cap=None,
+        residual_checkpoint_name=None,
+        mask_function=function,
+        interpret=interpret,
+        block_sizes=kernels.BlockSizes(
+            block_q=block_q,
+            block_kv=block_kv,
+            block_q_dkv=block_q,
+            block_kv_dkv=block_kv,
+            block_q_dq=block_q,
+            block_kv_dq=block_kv,
+        ),
+    )
+
+
+def _block(length: int) -> int:
+    """The largest block that divides `length`; the smallest when none does."""
+    sizes = (MAX_BLOCK, MAX_BLOCK // 2, MIN_BLOCK)
+    return next((size for size in sizes if length % size == 0), MIN_BLOCK)
+
+
+def _round_up(length: int, multiple: int) -> int:
+    return -(-length // multiple) * multiple
+
+
+def _pad(array: jax.Array, axis: int, amount: int) -> jax.Array:
+    """Zeros after the end; of ranges and validity that is nothing to attend to."""
+    widths = [(0, 0)] * array.ndim
+    widths[axis] = (0, amount)
+    return jnp.pad(array, widths)

@@ -1,0 +1,91 @@
+"""Devices of a TPU topology without a TPU, and what a program compiled for them needs.
+
+Needs `libtpu` (pip install libtpu) and, before jax starts, the variables of `environment`: a parent
+process sets them for the one that compiles. Called by tests and by the planner.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import Mesh
+
+from thundersync_jax import hlo
+from thundersync_jax.errors import UserError
+
+EXAMPLES = ("v5e:2x4", "v5e:16x16", "v6e:2x4", "v6e:16x16", "v5p:2x2x1", "v5p:4x4x4")
+
+
+class TopologyError(UserError, ValueError):
+    """A topology that cannot be had: its name, what exists, the remedy."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProgramReport:
+    """What a compiled program needs on one device.
+
+    Attributes:
+      argument_bytes, output_bytes, temp_bytes: HBM; outputs in donated arguments are `alias_bytes`.
+      peak_bytes: the most that is alive at once, as the compiler counts it.
+      collectives: mesh axis -> (instructions that join devices along it, bytes of their results).
+        An instruction counts once, also in a loop, and under every axis that it crosses.
+    """
+
+    argument_bytes: int
+    output_bytes: int
+    temp_bytes: int
+    alias_bytes: int
+    peak_bytes: int
+    collectives: Mapping[str, tuple[int, int]]
+
+
+def environment() -> dict[str, str]:
+    """Variables for a process that compiles for a topology; the computing backend is the CPU."""
+    return {
+        "JAX_PLATFORMS": "cpu",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "TPU_WORKER_ID": "0",
+    }
+
+
+def topology_devices(name: str) -> list[jax.Device]:
+    """The devices of a topology such as "v5e:2x4", to make a mesh of and to compile for.
+
+    Raises:
+      TopologyError: libtpu is missing, or knows no such topology.
+    """
+    if importlib.util.find_spec("libtpu") is None:
+        raise TopologyError(
+            f"topology {name!r} needs the TPU compiler, which is not installed: pip install libtpu"
+        )
+    try:
+        topology = topologies.get_topology_desc(platform="tpu", topology_name=name)
+    except (RuntimeError, ValueError) as error:
+        raise TopologyError(
+            f"topology {name!r} is unknown to the TPU compiler ({error}). Expected a generation "
+            f"and a grid of chips that fills whole hosts, such as {', '.join(EXAMPLES)}"
+        ) from error
+    return list(topology.devices)
+
+
+def describe(compiled: jax.stages.Compiled, mesh: Mesh) -> ProgramReport:
+    """Memory and collectives of a program compiled for `mesh`."""
+    memory: Any = compiled.memory_analysis()
+    found = hlo.collectives(compiled.as_text() or "")
+    by_axis = {axis: hlo.crossing(found, mesh, axis) for axis in mesh.axis_names}
+    return ProgramReport(
+        argument_bytes=memory.argument_size_in_bytes,
+        output_bytes=memory.output_size_in_bytes,
+        temp_bytes=memory.temp_size_in_bytes,
+        alias_bytes=memory.alias_size_in_bytes,
+        peak_bytes=memory.peak_memory_in_bytes,
+        collectives={
+            axis: (len(crossed), sum(c.bytes for c in crossed)) for axis, crossed in by_axis.items()
+        },
+    )
