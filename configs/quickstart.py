@@ -13,7 +13,7 @@ from thundersync_jax.config import default_config
 
 def get_config() -> ConfigDict:
     config = default_config()
-    config.run.num_steps = 300
+    config.run.num_steps = 350
     config.run.groups_per_step = 8
     config.run.group_size = 8
 
@@ -31,6 +31,7 @@ def get_config() -> ConfigDict:
         {
             "num_values": 8,
             "max_turns": 10,
+            "num_train_tasks": 8,  # every secret once: a step of 8 groups sees each of them
             "tool_delay_s": 0.02,  # means of heavy-tailed (lognormal) waits; 0 turns them off
             "tool_delay_sigma": 1.0,
             "grade_delay_s": 0.02,

@@ -42,7 +42,8 @@ def test_a_mistyped_key_names_its_neighbor():
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"run__group_size": 1}, "run.group_size = 1: expected at least 2"),  # LESSONS 9
+        ({"run__group_size": 1}, "run.group_size = 1: expected at least 2"),
+        ({"evaluation__every_steps": -1}, "evaluation.every_steps = -1: expected 0"),  # LESSONS 9
         ({"model__max_context": 65}, "learner.buckets = .* at least model.max_context = 65"),
         ({"learner__buckets": (32, 16)}, "learner.buckets = .*ascending"),
         ({"learner__pool_size": -1}, "learner.pool_size = -1: expected 0 or more"),
@@ -71,10 +72,6 @@ def test_values_of_another_type_are_refused():
         ConfigError, match=r"run.group_size = 'eight': expected a value of type int"
     ):
         resolve(ConfigDict(values))
-
-
-def test_one_trajectory_a_group_is_possible_without_a_standard_deviation():
-    assert resolve(changed(run__group_size=1, learner__advantage="dr_grpo")).run.group_size == 1
 
 
 def test_resume_allows_marked_keys_only():

@@ -13,7 +13,12 @@ from hypothesis import strategies as st
 
 from thundersync_jax.config import RunConfig
 from thundersync_jax.errors import ConfigError
-from thundersync_jax.metrics import JsonlWriter, read_jsonl, write_jsonl_atomically
+from thundersync_jax.metrics import (
+    DamagedFileError,
+    JsonlWriter,
+    read_jsonl,
+    write_jsonl_atomically,
+)
 from thundersync_jax.trajectory import (
     Rollout,
     TrajectoryBuilder,
@@ -58,9 +63,10 @@ def test_non_finite_values_become_null_and_numpy_becomes_plain(tmp_path: Path):
 
 def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path):
     path = tmp_path / "x.jsonl"
-    path.write_text('{"step": 0}\nnonsense\n{"step": 2}\n')
-    with pytest.raises(ValueError, match=r"x.jsonl, line 2"):
-        read_jsonl(path)
+    for damage in (b"nonsense", b"\xff\xfe", b"{"):
+        path.write_bytes(b'{"step": 0}\n' + damage + b'\n{"step": 2}\n')
+        with pytest.raises(DamagedFileError, match=r"x.jsonl, line 2 is not JSON.*move it away"):
+            read_jsonl(path)
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path):
@@ -109,7 +115,7 @@ def logged(index: int, *, failed: bool = False) -> TrajectoryRecord:
 def test_a_step_is_read_back_as_it_was_written(tmp_path: Path):
     written = [logged(1), logged(0, failed=True)]
     write_step(tmp_path, 3, written)
-    read = read_step(tmp_path, 3)
+    read = read_step(tmp_path, 3, num_groups=1, group_size=2)
     assert [t.key.index for t in read] == [0, 1]
     assert read[0] == written[1]
     assert dataclasses.replace(read[1], rollout=None) == dataclasses.replace(
@@ -126,15 +132,21 @@ def test_a_step_is_read_back_as_it_was_written(tmp_path: Path):
 def test_a_damaged_step_is_named_with_what_to_do(tmp_path: Path):
     step_path(tmp_path, 3).write_text('{"step": 3}\n')
     with pytest.raises(TrajectoryLogError, match=r"step_000003.jsonl is not.*move it away"):
-        read_step(tmp_path, 3)
+        read_step(tmp_path, 3, num_groups=1, group_size=2)
     with pytest.raises(TrajectoryLogError, match="step 4 was not committed"):
-        read_step(tmp_path, 4)
+        read_step(tmp_path, 4, num_groups=1, group_size=2)
+    write_step(tmp_path, 3, [logged(0)])
+    with pytest.raises(TrajectoryLogError, match="holds 1 trajectories, expected those of 1 group"):
+        read_step(tmp_path, 3, num_groups=1, group_size=2)
 
 
 def test_a_work_directory_resumes_its_own_configuration_only(tmp_path: Path):
     workdir = WorkDirectory(tmp_path / "run")
     workdir.open(RunConfig())
-    workdir.open(RunConfig())
+    assert not workdir.config.exists()  # a refused configuration does not claim the directory
+    workdir.claim(RunConfig())
+    with pytest.raises(ConfigError, match="in use by another process"):
+        WorkDirectory(tmp_path / "run").open(RunConfig())
     before = workdir.config.read_bytes()
     other = dataclasses.replace(RunConfig(), run=dataclasses.replace(RunConfig().run, seed=7))
     with pytest.raises(ConfigError, match=r"another configuration: run.seed: 0 -> 7. Use a new"):

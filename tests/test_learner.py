@@ -402,7 +402,7 @@ def test_bad_input_is_refused_by_name_and_nothing_changes():
 
 def test_bad_groups_are_refused():
     learner = shared_learner(8)
-    with pytest.raises(LearnerError, match="no standard deviation"):
+    with pytest.raises(LearnerError, match="group_size 1 gives every advantage 0"):
         learner.open_group("t", (1,), 1)  # LESSONS 9
     with pytest.raises(LearnerError, match="at least one token"):
         learner.open_group("t", (), 2)

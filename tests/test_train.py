@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import shutil
 import signal
@@ -155,7 +156,7 @@ def test_the_logged_trajectories_alone_give_the_final_weights(finished: Path):
     """Every trajectory of the files was trained on exactly once, in the order of the steps."""
     learner = learner_of_run()
     for step in range(6):
-        replay_step(learner, read_step(finished / "trajectories", step))
+        replay_step(learner, read_step(finished / "trajectories", step, num_groups=2, group_size=4))
     end = restored(finished)
     assert end.state.policy_version == learner.state.policy_version
     assert lc.rel_l2(end.state.params, learner.state.params) <= 1e-5
@@ -186,7 +187,7 @@ def test_killed_at_every_point_the_run_loses_and_doubles_nothing(finished: Path,
     assert trained_ids(workdir) == trained_ids(finished)
     learner = learner_of_run()
     for step in range(6):
-        replay_step(learner, read_step(workdir / "trajectories", step))
+        replay_step(learner, read_step(workdir / "trajectories", step, num_groups=2, group_size=4))
     assert lc.rel_l2(restored(workdir).state.params, learner.state.params) <= 1e-5
 
 
@@ -212,6 +213,32 @@ def test_interruption_finishes_the_step_and_the_same_command_resumes(tmp_path: P
     assert [line["step"] for line in read_jsonl(workdir / "metrics.jsonl")] == list(range(done + 1))
 
 
+def test_damaged_files_and_a_second_process_are_refused_in_one_paragraph(
+    finished: Path, tmp_path: Path
+):
+    workdir = copy_of(finished, tmp_path)
+    shutil.rmtree(workdir / "checkpoints" / "6")
+    with (workdir / "events.jsonl").open("a") as file:
+        file.write("garbage\n")
+    damaged = workdir / "trajectories" / "step_000004.jsonl"
+    damaged.write_text("".join(damaged.read_text().splitlines(keepends=True)[:3]))
+    more = train_command(workdir, "--config.run.num_steps=7")
+    for message in ("step_000004.jsonl holds 3 trajectories", "events.jsonl: the last line"):
+        result = run(more)
+        assert (result.returncode, message in result.stderr) == (2, True), result.stderr
+        assert "Traceback" not in result.stderr
+        damaged.unlink(missing_ok=True)
+    (workdir / "events.jsonl").unlink()
+    with (workdir / "lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        result = run(more)
+        assert result.returncode == 2
+        assert "is in use by another process" in result.stderr
+    assert run(more).returncode == 0
+    kept = sorted(int(path.name) for path in (workdir / "checkpoints").iterdir())
+    assert len(kept) <= 3 and kept[-1] == 7  # the newest two and the best, also after a resume
+
+
 def test_a_corrupt_checkpoint_is_named_and_nothing_is_lost(finished: Path, tmp_path: Path):
     workdir = copy_of(finished, tmp_path)
     for path in (workdir / "checkpoints" / "6").rglob("*"):
@@ -233,11 +260,15 @@ def test_a_corrupt_checkpoint_is_named_and_nothing_is_lost(finished: Path, tmp_p
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--config.lerner.lanes=2"], "config has no key 'lerner'. Did you mean 'learner'?"),
+        (["--config.lerner.x=2"], "config has no key 'lerner'. Did you mean 'learner'?"),
+        (["--config.env.options.secret=2"], "config has no key 'secret'"),
         (["--config.run.group_size=1"], "config.run.group_size = 1: expected at least 2"),
         (["--config.run.seed=5"], "another configuration: run.seed: 0 -> 5"),
         (["--config.model.preset=tinny"], "tiny"),
-        (["--config.env.factory=no.such:thing"], "config.env.factory = 'no.such:thing': No module"),
+        (
+            ["--config.env.factory=no.such:thing"],
+            "config.env.factory = 'no.such:thing': importing no.such raised",
+        ),
         (["--config.env.options.num_values=1"], "num_values = 1: expected at least 2"),
         (["--config.sandbox.backend=docker"], "config.sandbox.backend = 'docker': expected one of"),
     ],

@@ -7,18 +7,29 @@ traceback.
 
 from __future__ import annotations
 
+import asyncio
+import difflib
+import errno
 import os
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
 
 from absl import app, flags, logging
 from ml_collections import ConfigDict
 
+from thundersync_jax.config import RunConfig, to_dict
 from thundersync_jax.errors import ConfigError, UserError
 
 USER_ERROR = 2
+INTERRUPTED = 130  # the shell's exit status for Ctrl-C
+LEFT_BEHIND_GRACE_S = 5.0
+
+_DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO}
+
+T = TypeVar("T")
 
 
 def run_main(main: Callable[[Sequence[str]], int]) -> None:
@@ -32,8 +43,36 @@ def run_main(main: Callable[[Sequence[str]], int]) -> None:
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
             return USER_ERROR
+        except KeyboardInterrupt:
+            print("interrupted before the first step", file=sys.stderr, flush=True)
+            os._exit(INTERRUPTED)  # threads may be compiling; there is nothing to save
+        except OSError as error:
+            if error.errno not in _DISK_ERRORS:
+                raise
+            print(f"error: {error}: free space or give another --workdir", file=sys.stderr)
+            return USER_ERROR
 
     app.run(guarded, flags_parser=_parse_flags)
+
+
+def run_to_exit(main: Coroutine[Any, Any, T]) -> T:
+    """Runs a program's one coroutine, as asyncio.run does, but not for ever.
+
+    Tasks that ignore their cancellation, such as a user's environment, are named and left behind.
+    """
+    loop = asyncio.new_event_loop()
+    try:
+        return loop.run_until_complete(loop.create_task(main))
+    finally:
+        rest = asyncio.all_tasks(loop)
+        for task in rest:
+            task.cancel()
+        if rest:
+            waiting = asyncio.wait(rest, timeout=LEFT_BEHIND_GRACE_S)
+            for task in loop.run_until_complete(waiting)[1]:
+                print(f"left behind, it ignores cancellation: {task.get_name()}", file=sys.stderr)
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.close()
 
 
 def load_config(flag: flags.FlagHolder) -> ConfigDict:
@@ -49,13 +88,23 @@ def _parse_flags(argv: list[str]) -> list[str]:
     try:
         return flags.FLAGS(argv)
     except (AttributeError, KeyError, TypeError, ValueError, OSError, flags.Error) as error:
-        text = str(error.args[0] if error.args else error)
-        near = re.search(r'Did you mean "(.+?)" instead of "(.+?)"', text)
-        key = re.search(r'Key "(.+?)" does not exist', text)
-        if near:
-            text = f"config has no key {near[2]!r}. Did you mean {near[1]!r}?"
-        elif key or isinstance(error, KeyError):
-            name = key[1] if key else error.args[0]
-            text = f"config has no key {name!r}: only keys that the config file has can be changed"
-        print(f"error: {textwrap.shorten(text, 400)}", file=sys.stderr)
+        print(f"error: {_explain(error)}", file=sys.stderr)
         sys.exit(USER_ERROR)
+
+
+def _explain(error: Exception) -> str:
+    """One paragraph about a flag that ml_collections or absl refused."""
+    text = str(error.args[0] if error.args else error)
+    key = re.search(r'Key "(.+?)" does not exist', text)
+    if key is None and not isinstance(error, KeyError):
+        return textwrap.shorten(text, 400)
+    name = key[1] if key else text.strip("'\"")
+    near = difflib.get_close_matches(name, _keys(to_dict(RunConfig())), n=1)
+    hint = f"Did you mean {near[0]!r}?" if near else "Keys of options must be in the config file."
+    return f"config has no key {name!r}. {hint}"
+
+
+def _keys(values: Mapping[str, Any]) -> set[str]:
+    """All names in a nested configuration."""
+    nested = [_keys(value) for value in values.values() if isinstance(value, Mapping)]
+    return set(values).union(*nested)

@@ -60,13 +60,6 @@ class RunConfig:
             f"a last bucket of at least model.max_context = {self.model.max_context} tokens",
             "Add a longer bucket or shorten the context.",
         )
-        check(
-            not (self.run.group_size == 1 and self.learner.advantage == "grpo"),
-            "run.group_size",
-            self.run.group_size,
-            "at least 2 with learner.advantage = 'grpo', whose standard deviation needs a group",
-            "Raise it, or set learner.advantage = 'dr_grpo'.",
-        )
         is_untruncated = (
             self.sampling.top_k == 0
             and self.sampling.top_p == 1.0

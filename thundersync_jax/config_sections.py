@@ -48,17 +48,11 @@ class RunSection:
 
     def __post_init__(self) -> None:
         check(self.mode in ("stream", "barrier"), "run.mode", self.mode, "'stream' or 'barrier'")
-        check(self.num_steps >= 1, "run.num_steps", self.num_steps, "at least 1")
-        check(self.groups_per_step >= 1, "run.groups_per_step", self.groups_per_step, "at least 1")
-        check(self.group_size >= 1, "run.group_size", self.group_size, "at least 1")
-        check(self.max_open_groups >= 1, "run.max_open_groups", self.max_open_groups, "at least 1")
-        check(
-            self.step_timeout_s > 0,
-            "run.step_timeout_s",
-            self.step_timeout_s,
-            "a positive number of seconds",
-        )
-        check(self.max_empty_steps >= 1, "run.max_empty_steps", self.max_empty_steps, "at least 1")
+        for key in ("num_steps", "groups_per_step", "max_open_groups", "max_empty_steps"):
+            check(getattr(self, key) >= 1, f"run.{key}", getattr(self, key), "at least 1")
+        expected = "at least 2: the advantage of a lone trajectory is always 0"
+        check(self.group_size >= 2, "run.group_size", self.group_size, expected)
+        check(self.step_timeout_s > 0, "run.step_timeout_s", self.step_timeout_s, "above 0")
         check(
             self.progress in ("auto", "rich", "plain", "none"),
             "run.progress",
@@ -386,6 +380,10 @@ class EvaluationSection:
     sampling: SamplingSection = dataclasses.field(
         default_factory=lambda: SamplingSection(temperature=0.0), metadata=RESUME_MUTABLE
     )
+
+    def __post_init__(self) -> None:
+        check(self.every_steps >= 0, "evaluation.every_steps", self.every_steps, "0 (off) or more")
+        check(self.num_tasks >= 1, "evaluation.num_tasks", self.num_tasks, "at least 1")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

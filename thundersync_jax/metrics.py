@@ -15,6 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
+from thundersync_jax.errors import UserError
+
 
 def jsonable(value: Any) -> Any:
     """`value` with numpy scalars as Python numbers and non-finite floats as None."""
@@ -60,20 +62,24 @@ class JsonlWriter:
             self._file = None
 
 
+class DamagedFileError(UserError, ValueError):
+    """A line that was not written by this program."""
+
+
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """All whole lines of the file; [] when it does not exist. ValueError names a damaged line in
-    the middle.
+    """All whole lines of the file; [] when it does not exist. DamagedFileError names a line that
+    is no JSON.
     """
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").split("\n")
+    lines = path.read_bytes().split(b"\n")
     records = []
     for number, line in enumerate(lines[:-1], start=1):  # what follows the last newline is torn
         try:
             records.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"{path}, line {number}: not JSON ({error}); the file was edited"
+        except ValueError as error:
+            raise DamagedFileError(
+                f"{path}, line {number} is not JSON ({error}): restore the file, or move it away"
             ) from None
     return records
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -113,9 +114,10 @@ def load_suite(env: EnvSection) -> EnvironmentSuite:
     factory = _import(env.factory, "env.factory")
     try:
         return factory(**env.options)
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # a user's code, whatever it raises
         raise ConfigError(
-            f"config.env.options = {dict(env.options)!r} do not suit {env.factory}: {error}"
+            f"{env.factory} with config.env.options = {dict(env.options)!r} raised "
+            f"{describe_error(error)}"
         ) from error
 
 
@@ -177,11 +179,18 @@ def _import(name: str, key: str) -> Callable[..., Any]:
     module_name, _, attribute = name.partition(":")
     try:
         module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
+    except Exception as error:  # a user's code, whatever it raises
         raise ConfigError(
-            f"config.{key} = {name!r}: {error}. Modules are looked up from the current directory "
-            "and the installed packages"
+            f"config.{key} = {name!r}: importing {module_name} raised {describe_error(error)}. "
+            "Modules are looked up in the current directory, on PYTHONPATH and among the installed "
+            "packages"
         ) from error
     if not hasattr(module, attribute):
         raise ConfigError(f"config.{key} = {name!r}: module {module_name} has no {attribute!r}")
     return getattr(module, attribute)
+
+
+def describe_error(error: Exception) -> str:
+    """Type, message and place of an exception of a user's code."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({last.filename}, line {last.lineno})"

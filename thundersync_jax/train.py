@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from absl import app, flags
 from ml_collections import config_flags
 
-from thundersync_jax.command_line import load_config, run_main
+from thundersync_jax.command_line import INTERRUPTED, load_config, run_main, run_to_exit
 from thundersync_jax.config import resolve
 
 if TYPE_CHECKING:
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "An experiment: a file of configs/.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run: new, or one to resume.")
-
-INTERRUPTED = 130  # the shell's exit status for Ctrl-C
 
 
 def main(argv: Sequence[str]) -> int:
@@ -36,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
     config = resolve(load_config(_CONFIG))
 
     # Imported late: a mistake in the configuration is reported without waiting for jax.
-    from thundersync_jax.learner.compilation import enable_persistent_cache
+    from thundersync_jax.learner.compilation import configure
     from thundersync_jax.runtime import build
     from thundersync_jax.trainer import Trainer
     from thundersync_jax.viewing.progress import Progress
@@ -44,15 +42,16 @@ def main(argv: Sequence[str]) -> int:
 
     workdir = WorkDirectory(Path(_WORKDIR.value))
     workdir.open(config)
-    enable_persistent_cache(workdir.compile_cache)
+    configure(workdir.compile_cache, is_float64=config.model.dtype == "float64")
 
     async def train() -> tuple[str | None, bool]:
         runtime = await build(config, workdir)
+        workdir.claim(config)
         with Progress(config.run.progress, num_steps=config.run.num_steps) as progress:
             trainer = Trainer(runtime, progress)
             return await run_interruptibly(trainer), trainer.is_interrupted
 
-    stop_reason, is_interrupted = asyncio.run(train())
+    stop_reason, is_interrupted = run_to_exit(train())
     if stop_reason is None:
         return 0
     print(f"stopped: {stop_reason}", file=sys.stderr)

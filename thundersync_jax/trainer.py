@@ -55,6 +55,7 @@ class Trainer:
         self._last_reward = -math.inf
         self._coordinator: Coordinator | None = None
         self.is_interrupted = False
+        self._is_profiling = False
 
     def interrupt(self) -> None:
         """First call: finish the running step and stop. Second call: abandon it."""
@@ -79,7 +80,9 @@ class Trainer:
                     self._progress.message(f"{error}; the same command resumes at this step")
                     return str(error)
             await self._save()
-            return coordinator.stop_reason
+            is_done = self._position.num_steps >= self._config.run.num_steps
+            self._progress.status("done" if is_done else "stopped")
+            return None if is_done else coordinator.stop_reason
 
     # -- start and end --------------------------------------------------------------------------
 
@@ -90,11 +93,13 @@ class Trainer:
             stack.callback(self._checkpoints.close)
             stack.callback(self._metrics.close)
             stack.callback(self._evaluations.close)
+            stack.callback(self._stop_profile)
             began_s = time.monotonic()
-            self._progress.status("compiling")
-            num_programs = runtime.learner.warm_up()
-            self._restore()
-            runtime.worker.start()
+            self._progress.message("compiling; the work directory keeps the programs")
+            num_programs = await asyncio.to_thread(runtime.learner.warm_up)
+            await asyncio.to_thread(self._restore)
+            self._progress.resume(self._position.num_steps)
+            await asyncio.to_thread(runtime.worker.start)
             stack.callback(runtime.worker.close)
             self._publish_now()
             self._compiles.start()
@@ -140,7 +145,12 @@ class Trainer:
         first = self._position.num_steps
         while step_path(workdir.trajectories, self._position.num_steps).exists():
             step = self._position.num_steps
-            trajectories = read_step(workdir.trajectories, step)
+            trajectories = read_step(
+                workdir.trajectories,
+                step,
+                num_groups=self._config.run.groups_per_step,
+                group_size=self._config.run.group_size,
+            )
             report = replay_step(learner, trajectories)
             learner.take_work_log()
             rewards = [t.verdict.reward for t in trajectories if t.verdict.reward is not None]
@@ -158,7 +168,7 @@ class Trainer:
 
     async def _step(self, coordinator: Coordinator) -> None:
         config, step = self._config, self._position.num_steps
-        self._profile(step)
+        self._start_profile(step)
         tasks = self._cursor.tasks_at(self._position.task_position, config.run.groups_per_step)
         prompts = [self._runtime.prompt_ids(task) for task in tasks]
         self._progress.status(f"rolling out {len(tasks) * config.run.group_size} trajectories")
@@ -181,6 +191,7 @@ class Trainer:
             self._progress.message(text)
         self._add_to_timeline(result, work)
         self._advance(len(tasks), result.report.is_empty, result.report.reward_mean)
+        self._stop_profile(step)
         if self._position.num_steps % config.checkpoint.every_steps == 0:
             await self._save()
         every = config.evaluation.every_steps
@@ -266,13 +277,18 @@ class Trainer:
             work=work,
         )
 
-    def _profile(self, step: int) -> None:
-        """Starts and ends the jax.profiler trace of `run.profile_steps`."""
-        steps = self._config.run.profile_range
-        if steps and step == steps.start:
+    def _start_profile(self, step: int) -> None:
+        """Begins the jax.profiler trace of `run.profile_steps`, also when resumed inside it."""
+        if step in self._config.run.profile_range and not self._is_profiling:
             jax.profiler.start_trace(str(self._runtime.workdir.profile))
-        if steps and step == steps.stop:
+            self._is_profiling = True
+
+    def _stop_profile(self, step: int | None = None) -> None:
+        """Ends the trace after its last step, or whenever the run ends."""
+        is_last = step is None or step + 1 not in self._config.run.profile_range
+        if self._is_profiling and is_last:
             jax.profiler.stop_trace()
+            self._is_profiling = False
 
 
 def warnings_of(result: StepResult) -> list[str]:

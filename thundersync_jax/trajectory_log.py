@@ -41,7 +41,9 @@ def write_step(directory: Path, step: int, trajectories: Sequence[TrajectoryReco
     write_jsonl_atomically(step_path(directory, step), [_to_json(t) for t in trajectories])
 
 
-def read_step(directory: Path, step: int) -> list[TrajectoryRecord]:
+def read_step(
+    directory: Path, step: int, *, num_groups: int, group_size: int
+) -> list[TrajectoryRecord]:
     """A committed step's trajectories, sorted by key; raises TrajectoryLogError."""
     path = step_path(directory, step)
     if not path.exists():
@@ -54,7 +56,14 @@ def read_step(directory: Path, step: int) -> list[TrajectoryRecord]:
             "to roll "
             "the step out again"
         ) from error
-    return sorted(trajectories, key=lambda t: t.key)
+    found = sorted(trajectories, key=lambda t: t.key)
+    expected = [(step, group, index) for group in range(num_groups) for index in range(group_size)]
+    if [(t.key.step, t.key.group, t.key.index) for t in found] != expected:
+        raise TrajectoryLogError(
+            f"{path} holds {len(found)} trajectories, expected those of {num_groups} groups of "
+            f"{group_size}, each once: move it away to roll the step out again"
+        )
+    return found
 
 
 def _to_json(t: TrajectoryRecord) -> dict[str, Any]:

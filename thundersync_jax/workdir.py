@@ -8,18 +8,22 @@
     timeline.json       Chrome trace of the last steps
     checkpoints/        the newest and the best
     compile_cache/      compiled programs
+    data/               prepared data sets
     profile/            jax.profiler traces
+    lock                held by the process that runs here
 
-The same directory resumes. A key that is not marked `resume_mutable` in config.py may not differ.
+The same directory resumes, one process at a time. A key that is not marked `resume_mutable` in
+config_sections.py may not differ.
 """
 
 from __future__ import annotations
 
+import fcntl
 import importlib.metadata
 import json
 import platform
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import thundersync_jax
 from thundersync_jax.config import RunConfig, resume_differences, to_dict
@@ -44,12 +48,14 @@ class WorkDirectory:
         self.compile_cache = self.root / "compile_cache"
         self.profile = self.root / "profile"
         self.data = self.root / "data"
+        self._lock: IO[str] | None = None
 
     def open(self, config: RunConfig) -> None:
-        """Creates the directory, or checks that it belongs to this configuration.
+        """Creates the directory, or checks that it belongs to this configuration; locks it.
 
         Raises:
-          ConfigError: it is a file, or it holds another configuration; nothing was written.
+          ConfigError: it is a file, another process runs in it, or it holds another
+            configuration; nothing was written.
         """
         if self.root.exists() and not self.root.is_dir():
             raise ConfigError(
@@ -57,7 +63,24 @@ class WorkDirectory:
             )
         if self.config.exists():
             self._check_same(config)
-        self.root.mkdir(parents=True, exist_ok=True)
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            self._lock = (self.root / "lock").open("a")
+        except OSError as error:
+            raise ConfigError(
+                f"--workdir={self.root} cannot be written ({error.strerror}): give a directory on "
+                "a disk where you may write"
+            ) from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process
+        except BlockingIOError:
+            raise ConfigError(
+                f"--workdir={self.root} is in use by another process: wait for it, stop it, or "
+                "give another directory"
+            ) from None
+
+    def claim(self, config: RunConfig) -> None:
+        """Writes config.json, once everything that the configuration names was found."""
         write_atomically(self.config, json.dumps(describe(config), indent=2) + "\n")
 
     def _check_same(self, config: RunConfig) -> None:

@@ -26,6 +26,7 @@ from typing import IO, Any
 
 from thundersync_jax.coordinator import events as ev
 from thundersync_jax.coordinator.group_tracker import StepMachine
+from thundersync_jax.errors import UserError
 from thundersync_jax.trajectory import TrajectoryKey
 
 Entry = ev.RunStarted | ev.Event
@@ -34,7 +35,7 @@ _ENTRY_TYPES = {cls.__name__: cls for cls in (ev.RunStarted, *typing.get_args(ev
 _FIELD_TYPES = {name: typing.get_type_hints(cls) for name, cls in _ENTRY_TYPES.items()}
 
 
-class JournalError(ValueError):
+class JournalError(UserError, ValueError):
     """A line that is no event of this format: names the line, what was expected and what came."""
 
 
@@ -87,7 +88,13 @@ class Journal:
             if line.endswith(b"\n"):
                 size, last = size + len(line), line
         self._file.truncate(size)
-        self._next_seq = json.loads(last)["seq"] + 1 if last else 0
+        try:
+            self._next_seq = json.loads(last)["seq"] + 1 if last else 0
+        except (ValueError, KeyError, TypeError) as error:
+            raise JournalError(
+                f"{self._path}: the last line is no event ({error!r}): restore the file, or move "
+                "it away"
+            ) from error
 
     def append(self, entry: Entry) -> None:
         """Writes one line, which survives the process; after `sync` it survives the machine too."""

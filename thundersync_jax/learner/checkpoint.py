@@ -45,14 +45,20 @@ class Checkpointer:
 
     def __init__(self, directory: Path, *, keep_last: int) -> None:
         self._directory = directory.absolute()
+
+        def reward_of(metrics: dict[str, float]) -> float:
+            return metrics["reward"]
+
         policy = preservation_policy.AnyPreservationPolicy(
             [
                 preservation_policy.LatestN(keep_last),
-                preservation_policy.BestN(get_metric_fn=lambda metrics: metrics["reward"], n=1),
+                preservation_policy.BestN(get_metric_fn=reward_of, n=1),
             ]
         )
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=policy, enable_async_checkpointing=False
+            preservation_policy=policy,
+            enable_async_checkpointing=False,
+            best_fn=reward_of,  # stores the metrics, so that a resumed run knows the best
         )
         self._manager = ocp.CheckpointManager(self._directory, options=options)
 

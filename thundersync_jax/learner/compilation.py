@@ -13,6 +13,12 @@ import jax
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
+def configure(cache: Path, *, is_float64: bool = False) -> None:
+    """Settings of the whole process, before the first array: 64-bit numbers, compiled programs."""
+    jax.config.update("jax_enable_x64", is_float64)
+    enable_persistent_cache(cache)
+
+
 def enable_persistent_cache(directory: Path) -> None:
     """Keeps compiled programs in `directory`, so that a resumed run loads them."""
     jax.config.update("jax_compilation_cache_dir", str(directory))

@@ -137,11 +137,9 @@ class Learner:
             raise LearnerError(
                 f"task {task_id!r}: a prompt needs at least one token, got {prompt_ids!r}"
             )
-        if group_size < (2 if self._config.advantage == "grpo" else 1):
+        if group_size < 2:
             raise LearnerError(
-                f"task {task_id!r}: group_size {group_size} has no standard deviation; use at "
-                "least 2, or "
-                "learner.advantage = 'dr_grpo'"
+                f"task {task_id!r}: group_size {group_size} gives every advantage 0: use at least 2"
             )
         self._check_ids(f"task {task_id!r}", prompt)
         if prompt.size > self._config.buckets[-1]:

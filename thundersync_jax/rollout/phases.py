@@ -33,7 +33,9 @@ def contained(phase: str, key: TrajectoryKey) -> Iterator[None]:
     """The outermost frame of what may break one attempt: exceptions leave as AttemptError."""
     try:
         yield
-    except (Exception, SystemExit) as error:
+    except asyncio.CancelledError:
+        raise
+    except BaseException as error:  # SystemExit and its like included: it is a user's code
         raise AttemptError(f"{phase} of {key} raised {type(error).__name__}: {error}") from error
 
 

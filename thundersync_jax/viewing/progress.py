@@ -94,6 +94,11 @@ class Progress:
         self._status = text
         self._refresh()
 
+    def resume(self, num_done: int) -> None:
+        """Steps that were done before."""
+        self._done = num_done
+        self._refresh()
+
     def step(self, line: Mapping[str, Any]) -> None:
         """One finished step."""
         self._done = int(line["step"]) + 1
