@@ -87,7 +87,7 @@ def test_the_kernel_equals_plain_attention(
 
 @pytest.mark.parametrize("attention", ["xla", "splash"])
 def test_packed_neighbors_never_meet(attention: str) -> None:
-    """LESSON 16: changing one trajectory, or padding, leaves the other's bits; and it has the
+    """LESSONS 16: changing one trajectory, or padding, leaves the other's bits; and it has the
     values that it has alone.
     """
     config = dataclasses.replace(CONFIG, attention=attention)

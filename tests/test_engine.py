@@ -129,7 +129,7 @@ def test_a_prefix_is_continued_and_inserted_again_without_being_consumed() -> No
 
 
 def test_sampled_logprobs_are_the_learners() -> None:
-    """An unchanged policy gives ratio 1 (LESSON 14)."""
+    """An unchanged policy gives ratio 1 (LESSONS 14)."""
     params = [dataclasses.replace(p, temperature=1.0, top_k=0, max_tokens=9) for p in PARAMS]
     for prompt, turn in zip(PROMPTS, by_extend(warm_engine(), PROMPTS, params), strict=True):
         want = learner_logprobs((*prompt, *(t[0] for t in turn)))[len(prompt) :]
@@ -137,7 +137,7 @@ def test_sampled_logprobs_are_the_learners() -> None:
 
 
 def test_a_row_alone_equals_the_row_in_a_batch_bit_for_bit() -> None:
-    """LESSON 18."""
+    """LESSONS 18."""
     engine = warm_engine()
     assert by_extend(engine, PROMPTS[:1], PARAMS[:1])[0] == by_extend(engine, PROMPTS, PARAMS)[0]
 
@@ -149,7 +149,7 @@ def test_tokens_do_not_depend_on_the_slot() -> None:
 
 
 def test_members_of_a_group_differ_and_a_seed_repeats() -> None:
-    """LESSON 19."""
+    """LESSONS 19."""
     params = [SamplingParams(max_tokens=12, seed=seed) for seed in (0, 1, 2, 0)]
     turns = by_extend(warm_engine(), [PROMPTS[0]] * 4, params)
     tokens = [tuple(t[0] for t in turn) for turn in turns]
@@ -157,7 +157,7 @@ def test_members_of_a_group_differ_and_a_seed_repeats() -> None:
 
 
 def test_a_stop_token_ends_the_turn_and_keeps_its_logprob() -> None:
-    """LESSON 14."""
+    """LESSONS 14."""
     engine = warm_engine()
     free = SamplingParams(max_tokens=12, seed=3)
     [turn] = by_extend(engine, PROMPTS[:1], [free])
@@ -171,7 +171,7 @@ def test_a_stop_token_ends_the_turn_and_keeps_its_logprob() -> None:
 
 @pytest.mark.parametrize(("below_limit", "num_sampled"), [(1, 1), (2, 2), (5, 5)])
 def test_a_row_is_filled_exactly(below_limit: int, num_sampled: int) -> None:
-    """LESSON 18: the last position of the row holds a token, and its log-probability is right."""
+    """LESSONS 18: the last position of the row holds a token, and its log-probability is right."""
     prompt = tuple(i % 13 for i in range(ROW_LENGTH - below_limit))
     [turn] = by_extend(warm_engine(), [prompt], [SamplingParams(max_tokens=50)])
     assert len(turn) == num_sampled

@@ -79,7 +79,7 @@ hidden_states_cached = jax.jit(transformer.forward_cached, static_argnums=0)
 def test_logits_equal_the_independent_implementation(
     family: str, dtype: str, tolerance: float
 ) -> None:
-    """LESSON 20: theta, scaling, query-key norm, grouping and tying all reach the logits."""
+    """LESSONS 20: theta, scaling, query-key norm, grouping and tying all reach the logits."""
     config = in_precision(FAMILIES[family], dtype)
     with jax.enable_x64(True) if dtype == "float64" else contextlib.nullcontext():
         params = random_params(config)

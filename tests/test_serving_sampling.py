@@ -32,7 +32,7 @@ def positions(num_rows: int, value: int = 5) -> jax.Array:
 
 
 def test_a_draw_depends_on_seed_and_position_and_not_on_the_row_or_its_neighbours() -> None:
-    """LESSON 19: the same (seed, position) repeats, others differ."""
+    """LESSONS 19: the same (seed, position) repeats, others differ."""
     logits = jnp.tile(random_logits(1), (64, 1))
     tokens, logprobs = _sample(logits, rows(64), positions(64))
     shifted, shifted_logprobs = _sample(logits, rows(64, seed=np.arange(64) + 7), positions(64))

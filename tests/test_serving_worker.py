@@ -116,7 +116,7 @@ def test_cutting_a_turn_in_two_changes_no_token(worker: ServingWorker) -> None:
 def test_the_context_limit_has_three_defined_outcomes(
     worker: ServingWorker, length: int, num_sampled: int | None
 ) -> None:
-    """LESSON 17."""
+    """LESSONS 17."""
 
     async def main() -> None:
         asked = request(0, (1,) * length, max_tokens=5)

@@ -19,17 +19,25 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
+from thundersync_jax.errors import UserError
+
 JETSTREAM_VERSION = "0.2.2"
 _REMEDY = "Run launch/setup.sh, which installs google-jetstream without TensorFlow."
+
+
+class JetStreamMissingError(UserError, ImportError):
+    """google-jetstream is not installed, or is another version."""
 
 
 def _check_version() -> None:
     try:
         version = importlib.metadata.version("google-jetstream")
     except importlib.metadata.PackageNotFoundError:
-        raise ImportError(f"google-jetstream {JETSTREAM_VERSION} is missing. {_REMEDY}") from None
+        raise JetStreamMissingError(
+            f"google-jetstream {JETSTREAM_VERSION} is missing. {_REMEDY}"
+        ) from None
     if version != JETSTREAM_VERSION:
-        raise ImportError(
+        raise JetStreamMissingError(
             f"google-jetstream is {version}, expected {JETSTREAM_VERSION}: other versions have "
             f"another Engine interface. {_REMEDY}"
         )

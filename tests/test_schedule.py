@@ -1,0 +1,138 @@
+"""The schedule on many replicas: every order of events ends, and every gradient counts once."""
+
+from __future__ import annotations
+
+import collections
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from thundersync_jax.benchmarks import schedule as benchmark
+from thundersync_jax.learner.buckets import Example
+from thundersync_jax.learner.groups import Group, Member, Path, Stage
+from thundersync_jax.learner.schedule import Schedule
+from thundersync_jax.learner.work import AheadWork, BindWork, CloseWork, FoldWork, PromptWork
+
+CAPACITY = {4: 3, 8: 2}
+
+
+class Model:
+    """Runs whatever the schedule says on paper, and checks each call against what is allowed."""
+
+    def __init__(self, schedule: Schedule, pairs_per_call: int) -> None:
+        self.schedule = schedule
+        self.pairs_per_call = pairs_per_call
+        self.folded: collections.Counter[int] = collections.Counter()
+        self.held: dict[tuple[int, int], Member] = {}
+
+    def run(self, max_calls: int) -> int:
+        for done in range(max_calls):
+            work = self.schedule.next_work()
+            if work is None:
+                return done
+            match work:
+                case FoldWork():
+                    self.check_fold(work)
+                case AheadWork(index=index, replicas=picks):
+                    for replica, pick in enumerate(picks):
+                        if pick is not None:
+                            assert (replica, index) not in self.held
+                            assert pick[1].stage is Stage.CONTENT
+                            self.held[replica, index] = pick[1]
+                case BindWork(index=index, replicas=bound):
+                    assert len(work.pairs) <= self.pairs_per_call
+                    for replica, lane in enumerate(bound):
+                        if lane is not None:
+                            assert self.held.pop((replica, index)) is lane.member
+                            self.folded[id(lane.member)] += lane.member.reward is not None
+                case CloseWork(group=group):
+                    assert group.is_accumulated
+                case PromptWork(replicas=replicas, is_backward=is_backward):
+                    for replica, group in enumerate(replicas):
+                        if group is not None:
+                            assert (replica in group.loaded) == is_backward
+                            assert not is_backward or group.is_accumulated
+            self.schedule.mark_done(work)
+        return max_calls
+
+    def check_fold(self, work: FoldWork) -> None:
+        assert work.lanes
+        assert len(work.pairs) <= self.pairs_per_call
+        for replica, lanes in enumerate(work.replicas):
+            assert len(lanes) <= CAPACITY[work.bucket]
+            for lane in lanes:
+                self.folded[id(lane.member)] += 1
+                assert (lane.path is Path.DIRECT) == lane.group.is_complete
+                assert lane.path is Path.DIRECT or lane.group.pair is not None
+                assert not lane.group.prefix_bucket or replica in lane.group.loaded
+
+
+def example(num_tokens: int) -> Example:
+    ids, weights = np.zeros(num_tokens, np.int32), np.ones(num_tokens, np.float32)
+    return Example(tokens=ids, targets=ids, weights=weights, behavior_logprobs=weights)
+
+
+@given(data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_every_order_of_events_ends_with_every_gradient_counted_once(data: st.DataObject):
+    """Pools of 0 to 2 of everything, 1 to 4 replicas, failures before and after `ahead`."""
+    pairs = data.draw(st.integers(0, 2), "pairs")
+    pairs_per_call = min(pairs, data.draw(st.integers(1, 2), "pairs per call"))
+    schedule = Schedule(
+        num_replicas=data.draw(st.sampled_from([1, 2, 4]), "replicas"),
+        num_pairs=pairs,
+        num_slots=data.draw(st.integers(0, 2), "slots"),
+        num_held=data.draw(st.integers(0, 2), "held"),
+        pairs_per_call=pairs_per_call,
+        lanes_per_call=CAPACITY.__getitem__,
+        advantage="grpo",
+    )
+    model = Model(schedule, pairs_per_call)
+    groups = []
+    for number in range(data.draw(st.integers(1, 4), "groups")):
+        group = Group(
+            group_id=number,
+            task_id=str(number),
+            prompt_ids=np.zeros(5, np.int32),
+            members=[Member(index=i) for i in range(data.draw(st.integers(2, 4)))],
+            prefix_bucket=data.draw(st.sampled_from([0, 8])),
+        )
+        schedule.open(group)
+        groups.append(group)
+    events = [(g, m) for g in groups for m in g.members for _ in range(2)]
+    for group, member in data.draw(st.permutations(events)):
+        name = group.name(member)
+        if member.stage is Stage.EXPECTED and data.draw(st.integers(0, 9)) > 0:
+            member.advance(Stage.CONTENT, name)
+            member.bucket = data.draw(st.sampled_from([0, 4, 8]))
+            member.example = example(member.bucket)
+        elif member.stage is Stage.CONTENT and data.draw(st.integers(0, 4)) > 0:
+            member.advance(Stage.READY, name)
+            member.reward = float(data.draw(st.integers(0, 2)))
+        elif not member.is_terminal:
+            member.advance(Stage.FAILED, name)
+        model.run(data.draw(st.integers(0, 3)))
+    assert model.run(1000) < 1000
+    assert not schedule.unfinished()
+    assert not model.held
+    for group in groups:
+        assert group.is_closed and group.pair is None and not group.slots
+        is_zero = group.moments("grpo").is_zero_variance
+        for member in group.members:
+            has_reward = member.reward is not None
+            assert (member.path is not None) == has_reward
+            most = int(has_reward and bool(member.bucket))
+            least = 0 if is_zero else most
+            assert least <= model.folded[id(member)] <= most
+
+
+def test_streaming_on_16_replicas_stays_near_the_rollout_horizon():
+    """Learner work equal to the rollouts: barrier takes 2.0 horizons, streaming at most 1.25."""
+    times = {
+        ratio: float(np.median([benchmark.stream_time(seed, ratio) for seed in range(5)]))
+        for ratio in (0.25, 0.5, 1.0)
+    }
+    assert times[1.0] <= 1.25
+    assert times[0.5] <= 1.5
+    assert times[0.25] <= 1.25
