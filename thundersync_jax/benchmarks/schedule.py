@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -116,8 +115,5 @@ def reward(group: Group, index: int, num_tokens: int) -> None:
 
 @functools.cache
 def _example(num_tokens: int) -> Example:
-    tokens: Sequence[int] = np.zeros(num_tokens, np.int32)
-    weights = np.ones(num_tokens, np.float32)
-    return Example(
-        tokens=np.asarray(tokens), targets=tokens, weights=weights, behavior_logprobs=weights
-    )
+    tokens, weights = np.zeros(num_tokens, np.int32), np.ones(num_tokens, np.float32)
+    return Example(tokens=tokens, targets=tokens, weights=weights, behavior_logprobs=weights)
