@@ -36,7 +36,7 @@ else
 fi
 
 # What was installed last time, so that a second call costs a second.
-stamp=".venv/installed"
+stamp=".venv/installed${extras:+-$extras}"
 wanted="$accelerator $extras $("$python" --version) $(cat requirements.txt pyproject.toml launch/setup.sh | cksum)"
 if [ "$accelerator" = keep ] || [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
   pip=("$python" -m pip install --quiet --disable-pip-version-check)

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import sys
-from typing import Any
 
 import jax
 
 from thundersync_jax import topology
 from thundersync_jax.config_sections import OptimizerSection
 from thundersync_jax.learner.optimizer import make_optimizer
+from thundersync_jax.learner.placement import device_bytes
 from thundersync_jax.learner.programs import (
     Bind,
     Fold,
@@ -40,14 +39,6 @@ def model_of(name: str) -> TransformerConfig:
         small = preset("tiny", vocab_size=16, remat="block")
         return dataclasses.replace(small, num_heads=4, num_kv_heads=4)
     return preset(name, dtype="bfloat16", remat="block")
-
-
-def device_bytes(abstract: Any) -> int:
-    """Bytes of a pytree on one device."""
-    return sum(
-        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-        for x in jax.tree.leaves(abstract)
-    )
 
 
 def main() -> None:

@@ -128,6 +128,11 @@ def bucket_of(num_positions: int, buckets: Sequence[int]) -> int:
     return buckets[at]
 
 
+def lanes_per_call(tokens_per_step: int, bucket: int) -> int:
+    """K of a step of shape (K, T): K x T is about `tokens_per_step`."""
+    return max(1, tokens_per_step // bucket)
+
+
 def pad_lanes(replicas: Sequence[Sequence[LaneItem]], lanes_per_call: int, bucket: int) -> Lanes:
     """Pads every replica's examples, at most `lanes_per_call` of at most `bucket` positions."""
     longest = max(len(items) for items in replicas)

@@ -7,6 +7,7 @@ prompt slots have a leading `data` axis; master weights and moments are spread o
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -63,6 +64,7 @@ class Placement:
             self.params,
             wide,
         )
+        self.is_master_shared = shardings(self.master) == shardings(self.params)
         self.opt_state = self._opt_state(optimizer)
         self.slots = self._slots(model, num_slots, slot_length) if num_slots else None
 
@@ -131,6 +133,14 @@ class Placement:
     def _struct(self, like: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
         placed = NamedSharding(self.mesh, spec)
         return jax.ShapeDtypeStruct(np.shape(like), like.dtype, sharding=placed)
+
+
+def device_bytes(abstract: Any) -> int:
+    """Bytes of a pytree of abstract values on one device."""
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        for x in jax.tree.leaves(abstract)
+    )
 
 
 def shardings(abstract: Any) -> Any:

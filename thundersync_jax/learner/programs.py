@@ -224,7 +224,7 @@ class Programs:
 
     def gather(self, master: Params) -> Params:
         """The replicas' copies of the master weights; the same arrays where they lie alike."""
-        if shardings(self.placement.master) == shardings(self.placement.params):
+        if self.placement.is_master_shared:
             return master
         return self._get(Whole.GATHER)(master)
 
