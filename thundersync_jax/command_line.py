@@ -95,13 +95,14 @@ def _parse_flags(argv: list[str]) -> list[str]:
 def _explain(error: Exception) -> str:
     """One paragraph about a flag that ml_collections or absl refused."""
     text = str(error.args[0] if error.args else error)
-    key = re.search(r'Key "(.+?)" does not exist', text)
-    if key is None and not isinstance(error, KeyError):
+    if hint := re.search(r'Did you mean "(.+?)" instead of "(.+?)"', text):
+        return f"config has no key {hint[2]!r}. Did you mean {hint[1]!r}?"
+    key = re.search(r'Key "(.+?)" does not exist', text) or re.fullmatch(r"\W*(\w+)\W*", text)
+    if key is None:
         return textwrap.shorten(text, 400)
-    name = key[1] if key else text.strip("'\"")
-    near = difflib.get_close_matches(name, _keys(to_dict(RunConfig())), n=1)
-    hint = f"Did you mean {near[0]!r}?" if near else "Keys of options must be in the config file."
-    return f"config has no key {name!r}. {hint}"
+    near = difflib.get_close_matches(key[1], _keys(to_dict(RunConfig())), n=1)
+    remedy = f"Did you mean {near[0]!r}?" if near else "Options must be in the config file."
+    return f"config has no key {key[1]!r}. {remedy}"
 
 
 def _keys(values: Mapping[str, Any]) -> set[str]:

@@ -193,4 +193,5 @@ def _import(name: str, key: str) -> Callable[..., Any]:
 def describe_error(error: Exception) -> str:
     """Type, message and place of an exception of a user's code."""
     last = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {error} ({last.filename}, line {last.lineno})"
+    where = "" if "importlib" in last.filename else f" ({last.filename}, line {last.lineno})"
+    return f"{type(error).__name__}: {error}{where}"
