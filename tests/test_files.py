@@ -147,6 +147,7 @@ def test_a_work_directory_resumes_its_own_configuration_only(tmp_path: Path):
     workdir.claim(RunConfig())
     with pytest.raises(ConfigError, match="in use by another process"):
         WorkDirectory(tmp_path / "run").open(RunConfig())
+    workdir.close()
     before = workdir.config.read_bytes()
     other = dataclasses.replace(RunConfig(), run=dataclasses.replace(RunConfig().run, seed=7))
     with pytest.raises(ConfigError, match=r"another configuration: run.seed: 0 -> 7. Use a new"):

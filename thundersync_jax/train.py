@@ -51,7 +51,10 @@ def main(argv: Sequence[str]) -> int:
             trainer = Trainer(runtime, progress)
             return await run_interruptibly(trainer), trainer.is_interrupted
 
-    stop_reason, is_interrupted = run_to_exit(train())
+    try:
+        stop_reason, is_interrupted = run_to_exit(train())
+    finally:
+        workdir.close()
     if stop_reason is None:
         return 0
     print(f"stopped: {stop_reason}", file=sys.stderr)

@@ -74,10 +74,17 @@ class WorkDirectory:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process
         except BlockingIOError:
+            self.close()
             raise ConfigError(
                 f"--workdir={self.root} is in use by another process: wait for it, stop it, or "
                 "give another directory"
             ) from None
+
+    def close(self) -> None:
+        """Gives the lock back; the end of the process does too."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
 
     def claim(self, config: RunConfig) -> None:
         """Writes config.json, once everything that the configuration names was found."""

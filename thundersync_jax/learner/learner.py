@@ -19,7 +19,6 @@ Which work is released when (stream or barrier) is the caller's decision: in bar
 
 from __future__ import annotations
 
-import functools
 import math
 import time
 from collections.abc import Sequence
@@ -30,11 +29,11 @@ from jax.sharding import Mesh
 
 from thundersync_jax.config_sections import LearnerSection, OptimizerSection
 from thundersync_jax.learner.accumulators import Accumulators
-from thundersync_jax.learner.buckets import bucket_of, lanes_per_call, make_example
+from thundersync_jax.learner.buckets import bucket_of, make_example
 from thundersync_jax.learner.groups import Group, LearnerError, Member, Stage
 from thundersync_jax.learner.memory import check_fits, plan_memory
 from thundersync_jax.learner.optimizer import learning_rate_schedule, make_optimizer
-from thundersync_jax.learner.programs import Programs, Shapes, program_names
+from thundersync_jax.learner.programs import Programs, program_names, shapes_of
 from thundersync_jax.learner.schedule import Schedule
 from thundersync_jax.learner.statistics import (
     NonFiniteGradientError,
@@ -89,19 +88,11 @@ class Learner:
             tis_cap=config.tis_cap,
             logprob_chunk=logprob_chunk,
         )
-        lanes_of = functools.partial(lanes_per_call, config.tokens_per_step)
-        shapes = Shapes(
-            lanes_per_call=lanes_of,
-            # Every held gradient has a slot of its own for the prompt's share.
-            num_slots=config.prompt_slots + config.held_gradients if config.prompt_buckets else 0,
-            slot_length=max(config.prompt_buckets, default=0),
-        )
+        shapes = shapes_of(config)
         mesh = mesh or make_mesh(MeshShape(), jax.devices()[:1])
         programs = self._programs = Programs(settings, make_optimizer(optimizer), mesh, shapes)
         self.memory = plan_memory(programs.placement, config)
-        limit_bytes = (mesh.devices.flat[0].memory_stats() or {}).get("bytes_limit")
-        if limit_bytes is not None:  # the CPU has none
-            check_fits(self.memory, config, limit_bytes)
+        check_fits(self.memory, config, mesh.devices.flat[0])
         master = jax.device_put(
             params, jax.tree.map(lambda x: x.sharding, programs.placement.master)
         )
@@ -121,7 +112,7 @@ class Learner:
             num_slots=config.prompt_slots if config.prompt_buckets else 0,
             num_held=config.held_gradients,
             pairs_per_call=pairs_per_call,
-            lanes_per_call=lanes_of,
+            lanes_per_call=shapes.lanes_per_call,
             advantage=config.advantage,
         )
         self._next_group_id = 0

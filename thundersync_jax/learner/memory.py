@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
+
 from thundersync_jax.config_sections import LearnerSection
 from thundersync_jax.errors import UserError
 from thundersync_jax.learner.placement import Placement, device_bytes
@@ -56,8 +58,11 @@ def plan_memory(placement: Placement, config: LearnerSection) -> MemoryPlan:
     )
 
 
-def check_fits(plan: MemoryPlan, config: LearnerSection, limit_bytes: int) -> None:
-    """Raises MemoryPlanError when the plan exceeds a device's memory."""
+def check_fits(plan: MemoryPlan, config: LearnerSection, device: jax.Device) -> None:
+    """Raises MemoryPlanError when a device says that it has less. The CPU says nothing."""
+    limit_bytes = (device.memory_stats() or {}).get("bytes_limit")
+    if limit_bytes is None:
+        return
     excess = plan.resident_bytes - limit_bytes
     if excess <= 0:
         return

@@ -26,7 +26,7 @@ from jax.sharding import Mesh, PartitionSpec
 from thundersync_jax import sharding
 from thundersync_jax.config_sections import LearnerSection
 from thundersync_jax.learner import streaming
-from thundersync_jax.learner.buckets import Lanes, Prompts
+from thundersync_jax.learner.buckets import Lanes, Prompts, lanes_per_call
 from thundersync_jax.learner.compilation import compile_all
 from thundersync_jax.learner.placement import Placement, shardings
 from thundersync_jax.learner.streaming import Binding, LaneStats, Params, PromptSlots, ScoreSettings
@@ -68,6 +68,16 @@ class Bind:
 
 
 Name = Fold | Bind | PromptForward | PromptBackward | Whole
+
+
+def shapes_of(config: LearnerSection) -> Shapes:
+    """The shapes of a configuration. Every held gradient has a slot for its prompt's share."""
+    num_slots = config.prompt_slots + config.held_gradients if config.prompt_buckets else 0
+    return Shapes(
+        lanes_per_call=functools.partial(lanes_per_call, config.tokens_per_step),
+        num_slots=num_slots,
+        slot_length=max(config.prompt_buckets, default=0),
+    )
 
 
 def program_names(config: LearnerSection) -> list[Name]:
