@@ -109,16 +109,16 @@ class Schedule:
         best = max(folds, key=lambda fold: fold.num_tokens, default=None)
         unloaded = [g for g in self.groups if self._needs_prompt(g)]
         waiting = [g for g in unloaded if any(m.stage is Stage.READY for m in g.members)]
-        spread = self._spread(best) if best is not None else None
         if waiting or best is None:
             forward = self._prompts(waiting or unloaded, is_backward=False)
             if forward is not None:
                 return forward
-        if spread is not None:
-            return spread
-        if best is not None:
+        if best is None:
+            return self._ahead()
+        spread = self._spread(best)
+        if spread is None:
             self._take_pairs(best)
-        return best or self._ahead()
+        return spread or best
 
     def mark_done(self, work: Work) -> None:
         """Records that the call's result is in the accumulators."""
