@@ -24,6 +24,7 @@ from thundersync_jax.model.presets import TransformerConfig, preset
 from thundersync_jax.model.transformer import init_params
 
 __all__ = [
+    "VOCAB_SIZE",
     "Case",
     "copy_state",
     "enqueue",

@@ -83,6 +83,65 @@ def test_streamed_gradient_equals_the_reference_in_float64():
             learner.abandon()
 
 
+@functools.cache
+def sharing_learner():
+    """One bucket each, so that few programs compile; two held gradients, two shared prompts."""
+    return lc.make_learner(
+        MODEL,
+        pool_size=1,
+        tokens_per_step=128,
+        buckets=(64,),
+        held_gradients=2,
+        prompt_buckets=(24,),
+        prompt_slots=2,
+        min_shared_tokens=2,
+    )
+
+
+def with_prompts(seed: int) -> list[lc.Case]:
+    """Some prompts long enough to be shared, and more groups than slots."""
+    rng = np.random.default_rng(seed)
+    lengths = (1, 9, 20, 14, 5)
+    prompts = [tuple(rng.integers(0, lc.VOCAB_SIZE, n).tolist()) for n in lengths]
+    cases = lc.random_batch(seed, num_groups=5)
+    return [dataclasses.replace(c, prompt=p) for c, p in zip(cases, prompts, strict=True)]
+
+
+def test_shared_prompts_and_gradients_ahead_of_verdicts_change_nothing():
+    learner, paths = sharing_learner(), set()
+    for order in range(6):
+        cases = with_prompts(order % 2)
+        want = lc.reference(MODEL, learner.state.params, cases, LearnerSection())
+        lc.run_events(learner, cases, np.random.default_rng(order))
+        assert lc.rel_l2(learner.gradient(), want) <= 1e-5
+        paths |= {name for name, count in report_of(learner).paths.items() if count}
+        learner.abandon()
+    assert paths == {"direct", "stream", "ahead"}
+
+
+def test_a_failed_verdict_after_ahead_touches_no_sum():
+    """Every content comes before any verdict; the held gradients of failed attempts are dropped."""
+    learner = sharing_learner()
+    cases = [dataclasses.replace(c, rewards=(1.0, None, 0.0, None, 2.0)) for c in with_prompts(3)]
+    groups = [learner.open_group(str(n), c.prompt, 5) for n, c in enumerate(cases)]
+    for group, case in zip(groups, cases, strict=True):
+        for index in (1, 3, 0, 2, 4):
+            learner.add_trajectory(group, index, case.trajectories[index])
+    assert learner.work() > 0
+    assert [item.path for item in learner.take_work_log()].count("ahead") == 2
+    for group, case in zip(groups, cases, strict=True):
+        for index, reward in enumerate(case.rewards):
+            if reward is None:
+                learner.set_failed(group, index, "the verifier broke")
+            else:
+                learner.set_reward(group, index, reward)
+            learner.work(max_steps=1)
+    want = lc.reference(MODEL, learner.state.params, cases, LearnerSection())
+    assert lc.rel_l2(learner.gradient(), want) <= 1e-5
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(learner._buffers._held))
+    learner.abandon()
+
+
 @given(data=st.data())
 @settings(max_examples=15, deadline=None)
 def test_any_batch_in_any_order_ends_and_agrees(data):

@@ -270,6 +270,7 @@ class Learner:
         """Drops the step: every group and partial sum is gone, the train state is as before it."""
         self._schedule.clear()
         self._buffers.clear()
+        self._log.clear()
         self._begin_step()
 
     def take_work_log(self) -> list[WorkItem]:
