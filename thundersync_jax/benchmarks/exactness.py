@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 
 import jax
 import numpy as np
@@ -43,6 +44,7 @@ def run() -> Report:
 
 def _distance(dtype: str, pool_size: int) -> float:
     """The worst distance over this pool's orders; each order has a batch of its own."""
+    print(f"{dtype}, pool of {pool_size}: {ORDERS_PER_POOL} orders", file=sys.stderr)
     model = preset("tiny", vocab_size=VOCAB_SIZE, dtype=dtype)
     config = dataclasses.replace(
         LearnerSection(), pool_size=pool_size, tokens_per_step=64, max_logprob_gap=1e9
