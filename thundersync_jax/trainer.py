@@ -95,6 +95,11 @@ class Trainer:
             stack.callback(self._evaluations.close)
             stack.callback(self._stop_profile)
             began_s = time.monotonic()
+            sandbox = runtime.sandbox_report
+            lacks = f", which does not enforce {', '.join(sandbox.unenforced)}"
+            self._progress.message(
+                f"tools run in {sandbox.backend}{lacks if sandbox.unenforced else ''}"
+            )
             self._progress.message("compiling; the work directory keeps the programs")
             num_programs = await asyncio.to_thread(runtime.learner.warm_up)
             await asyncio.to_thread(self._restore)
