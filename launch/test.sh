@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Installs, then runs the test suite. Arguments go to pytest: bash launch/test.sh -m slow
+# Installs, then runs the test suite, two files at a time. Arguments go to pytest:
+#   bash launch/test.sh -m slow
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash launch/setup.sh --test
 export JAX_PLATFORMS=cpu
-exec .venv/bin/python -m pytest "$@"
+exec .venv/bin/python -m pytest -n 2 --dist loadfile "$@"
