@@ -170,6 +170,8 @@ class FakeEnvironment:
             raise OSError(f"the {phase} broke")
         if self._metadata.get("exits") == phase:
             raise SystemExit(3)
+        if self._metadata.get("closes") == phase:
+            raise GeneratorExit
         if self._metadata.get("cancels_itself") == phase:
             raise asyncio.CancelledError
         if self._metadata.get("hangs") == phase:

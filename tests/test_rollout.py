@@ -265,7 +265,11 @@ def test_a_phase_that_hangs_fails_with_its_deadline(
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize(
     ("how", "said"),
-    [("exits", "raised SystemExit: 3"), ("cancels_itself", "cancelled itself")],
+    [
+        ("exits", "raised SystemExit: 3"),
+        ("closes", "raised GeneratorExit"),
+        ("cancels_itself", "cancelled itself"),
+    ],
 )
 def test_a_phase_can_neither_end_the_process_nor_vanish(phase: str, how: str, said: str) -> None:
     trial = Trial(["say 1"], task=fakes.task(done_after=1, **{how: phase}))

@@ -33,8 +33,8 @@ def contained(phase: str, key: TrajectoryKey) -> Iterator[None]:
     """The outermost frame of what may break one attempt: exceptions leave as AttemptError."""
     try:
         yield
-    except asyncio.CancelledError:
-        raise
+    except (asyncio.CancelledError, GeneratorExit):
+        raise  # a left-behind phase that is closed at exit gets GeneratorExit; see `run_phase`
     except BaseException as error:  # SystemExit and its like included: it is a user's code
         raise AttemptError(f"{phase} of {key} raised {type(error).__name__}: {error}") from error
 
@@ -52,13 +52,15 @@ async def run_phase(
         with contained(phase, key):
             return await work()
 
-    task = asyncio.create_task(outermost())
+    task = asyncio.create_task(outermost(), name=f"{phase} of {key}")
     try:
         await asyncio.wait({task}, timeout=timeout_s)
         if not task.done():
             raise AttemptError(f"{phase} of {key} took more than {timeout_s:g} s")
         if task.cancelled():
             raise AttemptError(f"{phase} of {key} cancelled itself")
+        if isinstance(task.exception(), GeneratorExit):
+            raise AttemptError(f"{phase} of {key} raised GeneratorExit")
         return task.result()
     finally:
         if not task.done():
