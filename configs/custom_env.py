@@ -1,6 +1,6 @@
 """A user's own environment and its experiment, in one file: guess the word that a file hides.
 
-    python -m thundersync_jax.train --config=configs/custom_env.py --workdir=/tmp/guess_word
+    python -m thundersync_jax.train --config=configs/custom_env.py --workdir=runs/guess_word
 
 Copy this file and change it. `env.factory` is imported by its name, from the directory in which the
 command is started or from PYTHONPATH.

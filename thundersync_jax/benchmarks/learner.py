@@ -83,29 +83,20 @@ def workload(prompt_tokens: int, size: int = GROUP_SIZE) -> Workload:
     )
 
 
-def stream(learner: Learner, load: Workload) -> float:
-    """Seconds of work when trajectories and rewards arrive one by one, each folded at once."""
+def work_s(learner: Learner, load: Workload, *, is_streamed: bool) -> float:
+    """Seconds of work on one group.
+
+    Args:
+      is_streamed: each trajectory is folded as it arrives; otherwise all after the last reward.
+    """
     began_s = time.perf_counter()
     group = learner.open_group("t", load.prompt, len(load.rewards))
     for index, (tokens, reward) in enumerate(zip(load.trajectories, load.rewards, strict=True)):
         learner.add_trajectory(group, index, tokens)
         learner.set_reward(group, index, reward)
-        learner.work()
-    return _finish(learner, began_s)
-
-
-def barrier(learner: Learner, load: Workload) -> float:
-    """Seconds of work when everything is released after the last reward."""
-    began_s = time.perf_counter()
-    group = learner.open_group("t", load.prompt, len(load.rewards))
-    for index, (tokens, reward) in enumerate(zip(load.trajectories, load.rewards, strict=True)):
-        learner.add_trajectory(group, index, tokens)
-        learner.set_reward(group, index, reward)
+        if is_streamed:
+            learner.work()
     learner.work()
-    return _finish(learner, began_s)
-
-
-def _finish(learner: Learner, began_s: float) -> float:
     elapsed_s = time.perf_counter() - began_s
     learner.abandon()
     return elapsed_s
@@ -156,11 +147,11 @@ def run() -> Report:
     reference = make_reference(long)
     timed: dict[str, Callable[[], float]] = {
         "reference": reference,
-        "stream": lambda: stream(sharing, long),
-        "barrier": lambda: barrier(sharing, long),
-        "barrier_unshared": lambda: barrier(plain, long),
-        "stream_short": lambda: stream(plain, short),
-        "barrier_short": lambda: barrier(plain, short),
+        "stream": lambda: work_s(sharing, long, is_streamed=True),
+        "barrier": lambda: work_s(sharing, long, is_streamed=False),
+        "barrier_unshared": lambda: work_s(plain, long, is_streamed=False),
+        "stream_short": lambda: work_s(plain, short, is_streamed=True),
+        "barrier_short": lambda: work_s(plain, short, is_streamed=False),
     }
     rounds = [{name: measure() for name, measure in timed.items()} for _ in range(NUM_PAIRED + 1)]
 
