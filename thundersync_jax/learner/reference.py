@@ -27,6 +27,8 @@ def reference_gradient(
     examples: Sequence[Example],
     advantages: Sequence[float],
     denominator: float,
+    *,
+    row_multiple: int = 16,
 ) -> Params:
     """The descent gradient -(1/denominator) grad sum_i A_i S_i as one batch.
 
@@ -34,11 +36,12 @@ def reference_gradient(
       examples: trajectories that have a reward, in any order.
       advantages: A_i of each.
       denominator: action tokens, or trajectories, that arrived.
+      row_multiple: rows are rounded up to it, so that batches of many sizes share a program; 1 where
+        time is measured.
     """
     longest = max(e.num_positions for e in examples)
-    # Rounded up, so that batches of many sizes share a program; empty rows have advantage 0.
     items = [LaneItem(example=example) for example in examples]
-    lanes = pad_lanes([items], _round_up(len(examples), 16), _round_up(longest, 32))
+    lanes = pad_lanes([items], _round_up(len(examples), row_multiple), _round_up(longest, 32))
     lanes = jax.tree.map(lambda x: x[0], lanes)
     dtype = jax.tree.leaves(params)[0].dtype
     weights = np.zeros(lanes.tokens.shape[0], jnp.promote_types(dtype, jnp.float32))
