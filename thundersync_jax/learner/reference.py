@@ -36,8 +36,8 @@ def reference_gradient(
       examples: trajectories that have a reward, in any order.
       advantages: A_i of each.
       denominator: action tokens, or trajectories, that arrived.
-      row_multiple: rows are rounded up to it, so that batches of many sizes share a program; 1 where
-        time is measured.
+      row_multiple: rows are rounded up to it, so that batches of many sizes share a program; 1
+        where time is measured.
     """
     longest = max(e.num_positions for e in examples)
     items = [LaneItem(example=example) for example in examples]
