@@ -22,6 +22,7 @@ from ml_collections import ConfigDict
 
 from thundersync_jax.config import RunConfig, to_dict
 from thundersync_jax.errors import ConfigError, UserError
+from thundersync_jax.host_memory import keep_freed_memory
 
 USER_ERROR = 2
 INTERRUPTED = 130  # the shell's exit status for Ctrl-C
@@ -34,6 +35,7 @@ T = TypeVar("T")
 
 def run_main(main: Callable[[Sequence[str]], int]) -> None:
     """Parses flags and exits with what `main` returns."""
+    keep_freed_memory()
     sys.path.insert(0, os.getcwd())  # env.factory and data.builder may be the user's own modules
 
     def guarded(argv: Sequence[str]) -> int:

@@ -123,14 +123,14 @@ def score(
 
 
 def fold(acc: Params, coefficient: jax.Array, grad: Params) -> Params:
-    """acc + coefficient * grad, and exactly acc where the coefficient is 0."""
-    return jax.tree.map(
-        lambda a, g: jnp.where(
-            coefficient == 0, a, a + coefficient.astype(a.dtype) * g.astype(a.dtype)
-        ),
-        acc,
-        grad,
-    )
+    """acc + coefficient * grad; with a coefficient of 0 the accumulator is not even read."""
+
+    def add(acc: Params) -> Params:
+        return jax.tree.map(
+            lambda a, g: a + coefficient.astype(a.dtype) * g.astype(a.dtype), acc, grad
+        )
+
+    return jax.lax.cond(coefficient == 0, lambda acc: acc, add, acc)
 
 
 def fold_at(
@@ -292,7 +292,15 @@ def close_group(
     batch: Params, reward_score_grad: Params, score_grad: Params, coefficients: jax.Array
 ) -> tuple[Params, Params, Params]:
     """batch + a G1 + b G2 with (a, b) = `coefficients` [2]; returns it and the zeroed pair."""
-    batch = fold(fold(batch, coefficients[0], reward_score_grad), coefficients[1], score_grad)
+
+    def add(batch: Params) -> Params:
+        def one(total: jax.Array, first: jax.Array, second: jax.Array) -> jax.Array:
+            a, b = coefficients.astype(total.dtype)
+            return total + (a * first + b * second)
+
+        return jax.tree.map(one, batch, reward_score_grad, score_grad)
+
+    batch = jax.lax.cond(jnp.any(coefficients != 0), add, lambda batch: batch, batch)
     zeros = jax.tree.map(jnp.zeros_like, (reward_score_grad, score_grad))
     return batch, zeros[0], zeros[1]
 

@@ -107,7 +107,7 @@ class Attention(nn.Module):
         if isinstance(mask, Visible):
             attended = splash(query, keys, values, mask)
         else:
-            attended = attend(query, keys, values, mask)
+            attended = jax.checkpoint(attend, prevent_cse=False)(query, keys, values, mask)
         attended = attended.reshape(batch, length, c.num_heads, c.head_dim)
         output = Einsum(
             c,
