@@ -12,6 +12,7 @@ from eight_devices import on_eight_devices
 
 from thundersync_jax.model import transformer
 from thundersync_jax.model.attention import attend, packed_mask
+from thundersync_jax.model.kv_cache import KeysValues
 from thundersync_jax.model.presets import ModelError, TransformerConfig
 from thundersync_jax.model.splash import MAX_LENGTH, splash, visible, wants_splash
 
@@ -68,8 +69,11 @@ def test_the_kernel_equals_plain_attention(
     valid = np.arange(prefix_bucket)[None] < np.array(prefix_lengths)[:, None]
     before = valid if prefix_bucket else None
 
-    def kernel(*arrays: jax.Array) -> jax.Array:
-        return splash(*arrays, visible(jnp.asarray(segment_ids), before))
+    def kernel(query: jax.Array, *arrays: jax.Array) -> jax.Array:
+        seen = visible(jnp.asarray(segment_ids), before)
+        own = (x[:, prefix_bucket:] for x in arrays)
+        ahead = KeysValues(*(x[:, :prefix_bucket] for x in arrays)) if prefix_bucket else None
+        return splash(query, *own, seen, ahead)
 
     def plain(*arrays: jax.Array) -> jax.Array:
         return attend(*arrays, packed_mask(offsets(segment_ids), segment_ids, before))

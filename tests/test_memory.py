@@ -27,7 +27,7 @@ def test_the_plan_is_the_size_of_the_live_buffers():
         lc.tiny(), pool_size=3, held_gradients=2, prompt_buckets=(8,), prompt_slots=4
     )
     buffers = learner._buffers
-    live = (learner.state.params, learner.state.opt_state, buffers.batch, buffers._pairs)
+    live = (learner.state.params, learner.state.opt_state, buffers.batch, buffers._pairs._pairs)
     leaves = jax.tree.leaves((*live, buffers._held, buffers._slots))
     assert learner.memory.resident_bytes == sum(leaf.nbytes for leaf in leaves)
 

@@ -12,7 +12,7 @@ from thundersync_jax.benchmarks import schedule as benchmark
 from thundersync_jax.learner.buckets import Example
 from thundersync_jax.learner.groups import Group, Member, Path, Stage
 from thundersync_jax.learner.schedule import Schedule
-from thundersync_jax.learner.work import AheadWork, BindWork, CloseWork, FoldWork, PromptWork
+from thundersync_jax.learner.work import BindWork, CloseWork, FoldWork, LaneWork, PromptWork
 
 CAPACITY = {4: 3, 8: 2}
 
@@ -25,6 +25,7 @@ class Model:
         self.pairs_per_call = pairs_per_call
         self.folded: collections.Counter[int] = collections.Counter()
         self.held: dict[tuple[int, int], Member] = {}
+        self.owners: dict[tuple[int, int], Group] = {}
 
     def run(self, max_calls: int) -> int:
         for done in range(max_calls):
@@ -34,25 +35,23 @@ class Model:
             match work:
                 case FoldWork():
                     self.check_fold(work)
-                case AheadWork(index=index, replicas=picks):
-                    for replica, pick in enumerate(picks):
-                        if pick is not None:
-                            assert (replica, index) not in self.held
-                            assert pick[1].stage is Stage.CONTENT
-                            self.held[replica, index] = pick[1]
                 case BindWork(index=index, replicas=bound):
                     assert len(work.pairs) <= self.pairs_per_call
                     for replica, lane in enumerate(bound):
                         if lane is not None:
                             assert self.held.pop((replica, index)) is lane.member
+                            self.check_pair(replica, lane)
                             self.folded[id(lane.member)] += lane.member.reward is not None
-                case CloseWork(group=group):
-                    assert group.is_accumulated
+                case CloseWork(index=index, replicas=closing):
+                    for replica, group in enumerate(closing):
+                        if group is not None:
+                            assert group.is_accumulated
+                            assert self.owners.pop((replica, index)) is group
                 case PromptWork(replicas=replicas, is_backward=is_backward):
                     for replica, group in enumerate(replicas):
                         if group is not None:
                             assert (replica in group.loaded) == is_backward
-                            assert not is_backward or group.is_accumulated
+                            assert not is_backward or (group.is_accumulated and not group.pairs)
             self.schedule.mark_done(work)
         return max_calls
 
@@ -62,10 +61,24 @@ class Model:
         for replica, lanes in enumerate(work.replicas):
             assert len(lanes) <= CAPACITY[work.bucket]
             for lane in lanes:
-                self.folded[id(lane.member)] += 1
-                assert (lane.path is Path.DIRECT) == lane.group.is_complete
-                assert lane.path is Path.DIRECT or lane.group.pair is not None
+                assert lane.num_positions <= work.bucket
                 assert not lane.group.prefix_bucket or replica in lane.group.loaded
+                if lane.path is Path.AHEAD:
+                    assert (replica, lane.held) not in self.held
+                    assert lane.member.stage is Stage.CONTENT
+                    self.held[replica, lane.held] = lane.member
+                    continue
+                assert (lane.path is Path.DIRECT) == lane.group.is_complete
+                assert lane.path is Path.DIRECT or len({m.reward for m in lane.members}) == 1
+                self.check_pair(replica, lane)
+                for member in lane.members:
+                    self.folded[id(member)] += 1
+
+    def check_pair(self, replica: int, lane: LaneWork) -> None:
+        """A pair belongs to one group at a time on every replica."""
+        assert (lane.path is Path.STREAM) == (lane.pair is not None)
+        if lane.pair is not None:
+            assert self.owners.setdefault((replica, lane.pair), lane.group) is lane.group
 
 
 def example(num_tokens: int) -> Example:
@@ -87,6 +100,7 @@ def test_every_order_of_events_ends_with_every_gradient_counted_once(data: st.Da
         pairs_per_call=pairs_per_call,
         lanes_per_call=CAPACITY.__getitem__,
         advantage="grpo",
+        pack_buckets=data.draw(st.sampled_from([(), (4,), (4, 8)]), "pack buckets"),
     )
     model = Model(schedule, pairs_per_call)
     groups = []
@@ -106,7 +120,9 @@ def test_every_order_of_events_ends_with_every_gradient_counted_once(data: st.Da
         if member.stage is Stage.EXPECTED and data.draw(st.integers(0, 9)) > 0:
             member.advance(Stage.CONTENT, name)
             member.bucket = data.draw(st.sampled_from([0, 4, 8]))
-            member.example = example(member.bucket)
+            shortest = max(member.bucket // 4, 1)
+            length = data.draw(st.integers(shortest, max(member.bucket, 1)))
+            member.example = example(length)
         elif member.stage is Stage.CONTENT and data.draw(st.integers(0, 4)) > 0:
             member.advance(Stage.READY, name)
             member.reward = float(data.draw(st.integers(0, 2)))
@@ -115,9 +131,9 @@ def test_every_order_of_events_ends_with_every_gradient_counted_once(data: st.Da
         model.run(data.draw(st.integers(0, 3)))
     assert model.run(1000) < 1000
     assert not schedule.unfinished()
-    assert not model.held
+    assert not model.held and not model.owners
     for group in groups:
-        assert group.is_closed and group.pair is None and not group.slots
+        assert group.is_closed and not group.pairs and not group.slots
         is_zero = group.moments("grpo").is_zero_variance
         for member in group.members:
             has_reward = member.reward is not None

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from thundersync_jax.errors import check
+from thundersync_jax.errors import check, check_choice
 
 RESUME_MUTABLE = {"resume_mutable": True}
 
@@ -100,10 +100,8 @@ class ModelSection:
 
     def __post_init__(self) -> None:
         check(self.max_context >= 2, "model.max_context", self.max_context, "at least 2 tokens")
-        dtypes = ("float32", "bfloat16", "float64")
-        check(self.dtype in dtypes, "model.dtype", self.dtype, f"one of {dtypes}")
-        remats = ("none", "block", "dots")
-        check(self.remat in remats, "model.remat", self.remat, f"one of {remats}")
+        check_choice("model.dtype", self.dtype, ("float32", "bfloat16", "float64"))
+        check_choice("model.remat", self.remat, ("none", "block", "dots"))
         check(self.logprob_chunk >= 1, "model.logprob_chunk", self.logprob_chunk, "at least 1")
 
 
@@ -113,13 +111,18 @@ class LearnerSection:
 
     Attributes:
       mesh: devices along data, fsdp, tensor.
-      pool_size: group buffers, each a pair (G1, G2) of the parameters' size in float32; 0 holds
-        every group.
+      pool_size: pairs (G1, G2) of every replica, each twice the parameters' size in float32; a
+        group streams into one on every replica that runs it. 0 holds every group until its rewards
+        are known.
+      pool_memory: "device", or "pinned_host": there the pairs that no call has just used lie in the
+        host's memory, and pairs_per_call are on the device.
       buckets: padded trajectory lengths (prompt included), ascending; the last must hold
         model.max_context.
       tokens_per_step: padded tokens that one call scans on every replica: K trajectories of
         bucket T with K x T at most this, and at least one.
-      pairs_per_call: open groups whose pairs one call can reach.
+      pairs_per_call: pairs of every replica that one call can reach.
+      pack_tokens: trajectories of a group share a lane of up to so many tokens where one backward
+        pass serves them all: on the direct path, and of equal rewards. 0 packs nothing.
       held_gradients: trajectories whose gradient each replica may compute ahead of their verdicts,
         when it would idle otherwise; each costs memory of the parameters' size in float32.
       prompt_buckets: padded lengths of shared prompts, ascending; none shares no prompt.
@@ -136,9 +139,11 @@ class LearnerSection:
 
     mesh: tuple[int, ...] = mutable((1, 1, 1))
     pool_size: int = 8
+    pool_memory: str = "device"
     buckets: tuple[int, ...] = (16, 32, 64)
     tokens_per_step: int = 256
-    pairs_per_call: int = 1
+    pairs_per_call: int = 2
+    pack_tokens: int = 0
     held_gradients: int = 2
     prompt_buckets: tuple[int, ...] = ()
     prompt_slots: int = 16
@@ -157,7 +162,9 @@ class LearnerSection:
             and self.buckets[0] >= 2
         )
         check(is_ladder, "learner.buckets", self.buckets, "ascending lengths of at least 2")
-        check(self.held_gradients >= 0, "learner.held_gradients", self.held_gradients, "0 or more")
+        check_choice("learner.pool_memory", self.pool_memory, ("device", "pinned_host"))
+        for key in ("held_gradients", "pack_tokens"):
+            check(getattr(self, key) >= 0, f"learner.{key}", getattr(self, key), "0 or more")
         for key in ("pairs_per_call", "prompt_slots", "min_shared_tokens"):
             check(getattr(self, key) >= 1, f"learner.{key}", getattr(self, key), "at least 1")
         check(
@@ -172,20 +179,8 @@ class LearnerSection:
             self.prompt_buckets,
             "ascending lengths",
         )
-        normalizers = ("token_mean", "trajectory_mean")
-        check(
-            self.normalizer in normalizers,
-            "learner.normalizer",
-            self.normalizer,
-            f"one of {normalizers}",
-        )
-        advantages = ("grpo", "dr_grpo")
-        check(
-            self.advantage in advantages,
-            "learner.advantage",
-            self.advantage,
-            f"one of {advantages}",
-        )
+        check_choice("learner.normalizer", self.normalizer, ("token_mean", "trajectory_mean"))
+        check_choice("learner.advantage", self.advantage, ("grpo", "dr_grpo"))
         is_cap = math.isfinite(self.tis_cap) and self.tis_cap >= 0
         check(is_cap, "learner.tis_cap", self.tis_cap, "a finite number, at least 0")
         check(
@@ -211,16 +206,13 @@ class OptimizerSection:
     clip_norm: float = 0.5
 
     def __post_init__(self) -> None:
-        schedules = ("constant", "cosine")
         check(
             self.learning_rate > 0,
             "optimizer.learning_rate",
             self.learning_rate,
             "a positive number",
         )
-        check(
-            self.schedule in schedules, "optimizer.schedule", self.schedule, f"one of {schedules}"
-        )
+        check_choice("optimizer.schedule", self.schedule, ("constant", "cosine"))
         check(self.clip_norm > 0, "optimizer.clip_norm", self.clip_norm, "a positive number")
         check(self.warmup_steps >= 0, "optimizer.warmup_steps", self.warmup_steps, "0 or more")
         needs_decay = self.schedule == "cosine" and self.decay_steps <= self.warmup_steps
@@ -347,8 +339,7 @@ class SandboxSection:
     start_timeout_s: float = mutable(20.0)
 
     def __post_init__(self) -> None:
-        backends = ("auto", "bubblewrap", "restricted")
-        check(self.backend in backends, "sandbox.backend", self.backend, f"one of {backends}")
+        check_choice("sandbox.backend", self.backend, ("auto", "bubblewrap", "restricted"))
         for key in ("num_slots", "output_bytes", "max_processes", "max_file_bytes", "cpu_s"):
             check(getattr(self, key) >= 1, f"sandbox.{key}", getattr(self, key), "at least 1")
 

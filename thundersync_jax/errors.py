@@ -23,3 +23,8 @@ def check(condition: bool, key: str, value: Any, expected: str, remedy: str = ""
         raise ConfigError(
             f"config.{key} = {value!r}: expected {expected}." + (f" {remedy}" if remedy else "")
         )
+
+
+def check_choice(key: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raises ConfigError unless `value` is one of `choices`."""
+    check(value in choices, key, value, f"one of {choices}")

@@ -2,7 +2,8 @@
 
 The schedule is the learner's own; only the programs are replaced by their cost: a call takes as
 long as the longest of its replicas, lanes x bucket tokens. Rewards arrive over a horizon of 1 with
-lognormal spacing; the cost of a token is set so that the learner's work after the last reward, in
+lognormal spacing; every replica has the pairs that an 8B model leaves room for on 16 GB chips. The
+cost of a token is set so that the learner's work after the last reward, in
 barrier mode, takes `ratio` horizons. `barrier` is then 1 + ratio by definition.
 """
 
@@ -20,6 +21,7 @@ from thundersync_jax.learner.schedule import Schedule
 from thundersync_jax.learner.work import CloseWork, FoldWork
 
 NUM_REPLICAS, NUM_GROUPS, GROUP_SIZE = 16, 32, 8
+NUM_PAIRS = 2
 BUCKETS = (128, 256, 512, 1024, 2048)
 TOKENS_PER_STEP = 2048
 RATIOS = (0.25, 0.5, 1.0)
@@ -40,7 +42,9 @@ def run() -> Report:
     results = {f"stream_{ratio:g}": float(np.median(times)) for ratio, times in stream.items()}
     results |= {f"barrier_{ratio:g}": 1.0 + ratio for ratio in RATIOS}
     spread = {f"stream_{ratio:g}_max": float(max(times)) for ratio, times in stream.items()}
-    config = {"replicas": NUM_REPLICAS, "groups": NUM_GROUPS, "group_size": GROUP_SIZE}
+    config = {"replicas": NUM_REPLICAS, "groups": NUM_GROUPS, "group_size": GROUP_SIZE} | {
+        "pairs": NUM_PAIRS
+    }
     return Report(benchmark="schedule", config=config, results=results | spread)
 
 
@@ -63,10 +67,10 @@ def simulate(arrivals: Arrivals, seconds_per_token: float) -> float:
     """Time until the last group is closed."""
     schedule = Schedule(
         num_replicas=NUM_REPLICAS,
-        num_pairs=NUM_GROUPS,
+        num_pairs=NUM_PAIRS,
         num_slots=0,
         num_held=0,
-        pairs_per_call=NUM_GROUPS,
+        pairs_per_call=NUM_PAIRS,
         lanes_per_call=lambda bucket: TOKENS_PER_STEP // bucket,
         advantage="grpo",
     )

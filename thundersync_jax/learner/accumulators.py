@@ -13,56 +13,40 @@ import jax
 import numpy as np
 
 from thundersync_jax.learner.buckets import Example, LaneItem, pad_lanes, pad_prompts
-from thundersync_jax.learner.groups import Group, Member, Path
+from thundersync_jax.learner.groups import Member, Path
+from thundersync_jax.learner.pairs import Pairs
 from thundersync_jax.learner.programs import Fold, Programs
 from thundersync_jax.learner.streaming import Binding, LaneStats, Params, PromptSlots
-from thundersync_jax.learner.work import AheadWork, BindWork, FoldWork, LaneWork, PromptWork
+from thundersync_jax.learner.work import BindWork, CloseWork, FoldWork, LaneWork, PromptWork
 
 
 class Accumulators:
     """Device buffers of one step, on every replica.
 
     Args:
-      num_pairs: pairs (G1, G2) of the pool.
+      pairs: the pool of pairs (G1, G2).
       num_held: gradients that every replica can hold ahead of their verdicts. The last `num_held`
         prompt slots take the prompt's shares of them.
-      pairs_per_call: pairs that one accumulate call passes, besides the batch sum.
       advantage: "grpo" or "dr_grpo".
     """
 
-    def __init__(
-        self,
-        programs: Programs,
-        *,
-        num_pairs: int,
-        num_held: int,
-        pairs_per_call: int,
-        advantage: str,
-    ) -> None:
+    def __init__(self, programs: Programs, pairs: Pairs, *, num_held: int, advantage: str) -> None:
         self._programs = programs
-        self._num_pairs = num_pairs
+        self._pairs = pairs
         self._num_held = num_held
-        self._pairs_per_call = pairs_per_call
         self._advantage = advantage
         self.clear()
 
     def clear(self) -> None:
         """Begins with zeros again."""
-        programs = self._programs
-        self.batch: Params = programs.zeros(programs.placement.accumulator)
-        self._pairs: list[tuple[Params, Params]] = [
-            (
-                programs.zeros(programs.placement.accumulator),
-                programs.zeros(programs.placement.accumulator),
-            )
-            for _ in range(self._num_pairs)
-        ]
-        self._held: list[Params] = [
-            programs.zeros(programs.placement.accumulator) for _ in range(self._num_held)
-        ]
+        # Freed before their successors are made.
+        self.batch: Params = None
+        self._held: list[Params] = []
         self._slots: PromptSlots | None = None
-        if programs.placement.slots is not None:
-            self._slots = programs.zeros(programs.placement.slots)
+        self._pairs.clear()
+        self._held = [self._programs.accumulator() for _ in range(self._num_held)]
+        self._slots = self._programs.prompt_slots()
+        self.batch = self._programs.accumulator()
 
     def fold(self, params: Params, work: FoldWork, center: float) -> LaneStats:
         """Runs one accumulate call; returns its statistics [R, K] as host arrays.
@@ -70,11 +54,11 @@ class Accumulators:
         Args:
           center: c of G1 = sum (r_i - c) g_i.
         """
-        pairs = self._passed_pairs(work.pairs)
-        buffers = self._take(pairs)
+        reached, pairs = self._pairs.reach(work.pairs)
+        buffers = (self.batch, *pairs, *self._held)
         lanes = pad_lanes(
             [
-                [_item(lane, replica) for lane in lanes]
+                [self._item(lane, replica) for lane in lanes]
                 for replica, lanes in enumerate(work.replicas)
             ],
             self._programs.lanes_per_call(work.bucket),
@@ -85,63 +69,36 @@ class Accumulators:
         to_prompt = np.zeros((shape[0], 2, shape[2]))
         for replica, filled in enumerate(work.replicas):
             for at, lane in enumerate(filled):
-                coefficients[replica, :, at] = self._coefficients(lane, pairs, center)
-                to_prompt[replica, :, at] = _pair_coefficients(lane, center)
-        name = Fold(len(buffers), work.prefix_bucket, work.bucket)
+                coefficients[replica, :, at] = self._coefficients(lane, reached, center)
+                to_prompt[replica, :, at] = self._pair_coefficients(lane, center)
         used = self._slots if work.prefix_bucket else None
         results, slots, stats = self._programs.fold(
-            name, params, tuple(buffers), used, coefficients, to_prompt, lanes
-        )
-        self._put(pairs, results)
-        self._slots = slots if work.prefix_bucket else self._slots
-        return jax.device_get(stats)
-
-    def ahead(self, params: Params, work: AheadWork) -> LaneStats:
-        """Computes gradients into a held buffer, one a replica; returns statistics [R, K]."""
-        held_slot = self._held_slot(work.index)
-        items = [
-            []
-            if pick is None
-            else [
-                LaneItem(
-                    example=_example(pick[1]),
-                    slot=pick[0].slots.get(replica, 0),
-                    adjoint_slot=held_slot,
-                )
-            ]
-            for replica, pick in enumerate(work.replicas)
-        ]
-        num_lanes = self._programs.lanes_per_call(work.bucket)
-        coefficients = np.zeros((len(items), 1, num_lanes))
-        to_prompt = np.zeros((len(items), 2, num_lanes))
-        for replica, filled in enumerate(items):
-            coefficients[replica, 0, : len(filled)] = 1.0
-            to_prompt[replica, 0, : len(filled)] = 1.0
-        results, slots, stats = self._programs.fold(
-            Fold(1, work.prefix_bucket, work.bucket),
+            Fold(work.prefix_bucket, work.bucket),
             params,
-            (self._held[work.index],),
-            self._slots if work.prefix_bucket else None,
+            buffers,
+            used,
             coefficients,
             to_prompt,
-            pad_lanes(items, num_lanes, work.bucket),
+            lanes,
         )
-        (self._held[work.index],) = results
+        num_pairs = len(pairs)
+        self.batch, self._held = results[0], list(results[1 + num_pairs :])
+        self._pairs.put(reached, results[1 : 1 + num_pairs])
         self._slots = slots if work.prefix_bucket else self._slots
         return jax.device_get(stats)
 
     def bind(self, work: BindWork, center: float) -> None:
         """Folds the held gradients whose verdicts came, and drops those that failed."""
-        pairs = self._passed_pairs(work.pairs)
-        buffers = self._take(pairs)
+        reached, pairs = self._pairs.reach(work.pairs)
         num_replicas = len(work.replicas)
-        coefficients = np.zeros((num_replicas, len(buffers)))
+        coefficients = np.zeros((num_replicas, 1 + len(pairs)))
         to_prompt = np.zeros((num_replicas, 2))
         slot = np.zeros(num_replicas, np.int32)
         for replica, lane in enumerate(work.replicas):
             if lane is not None and lane.member.reward is not None:
-                coefficients[replica] = self._coefficients(lane, pairs, center)
-                to_prompt[replica] = _pair_coefficients(lane, center)
+                row = self._coefficients(lane, reached, center)
+                coefficients[replica] = row[: 1 + len(pairs)]
+                to_prompt[replica] = self._pair_coefficients(lane, center)
                 slot[replica] = lane.group.slots.get(replica, 0)
         fields: dict[str, Any] = {
             "is_used": np.array([lane is not None for lane in work.replicas]),
@@ -151,19 +108,26 @@ class Accumulators:
             "held_slot": np.full(num_replicas, self._held_slot(work.index), np.int32),
         }
         self._held[work.index], results, self._slots = self._programs.bind(
-            self._held[work.index], tuple(buffers), self._slots, Binding(**fields)
+            self._held[work.index], (self.batch, *pairs), self._slots, Binding(**fields)
         )
-        self._put(pairs, results)
+        self.batch = results[0]
+        self._pairs.put(reached, results[1:])
         jax.block_until_ready(self.batch)
 
-    def close(self, group: Group, center: float) -> None:
-        """Adds the group's pair to the batch sum, with the coefficients of its final moments."""
-        assert group.pair is not None
-        self.batch, self._pairs[group.pair] = self._programs.close(
-            self.batch,
-            self._pairs[group.pair],
-            group.moments(self._advantage).closing_coefficients(center),
+    def close(self, work: CloseWork, center: float) -> None:
+        """Adds pairs to the batch sum, with the coefficients of their groups' final moments."""
+        coefficients = np.zeros((len(work.replicas), 2))
+        for replica, group in enumerate(work.replicas):
+            if group is not None:
+                moments = group.moments(self._advantage)
+                coefficients[replica] = moments.closing_coefficients(center)
+        is_used = np.array([group is not None for group in work.replicas])
+        reached, pairs = self._pairs.reach([work.index])
+        at = 2 * reached.index(work.index)
+        self.batch, *closed = self._programs.close(
+            self.batch, pairs[at : at + 2], coefficients, is_used
         )
+        self._pairs.put(reached, (*pairs[:at], *closed, *pairs[at + 2 :]))
         jax.block_until_ready(self.batch)
 
     def prompt(self, params: Params, work: PromptWork, center: float) -> None:
@@ -195,47 +159,48 @@ class Accumulators:
         slots = self._programs.placement.slots
         return 0 if slots is None else slots.kv.keys.shape[1] - self._num_held + index
 
-    def _take(self, pairs: list[int]) -> list[Params]:
-        """The buffers of a call: the batch sum, then G1 and G2 of every pair."""
-        return [self.batch, *(acc for pair in pairs for acc in self._pairs[pair])]
-
-    def _put(self, pairs: list[int], results: tuple[Params, ...]) -> None:
-        self.batch, *rest = results
-        for at, pair in enumerate(pairs):
-            self._pairs[pair] = (rest[2 * at], rest[2 * at + 1])
-
-    def _coefficients(self, lane: LaneWork, pairs: list[int], center: float) -> np.ndarray:
-        """The weights of one gradient in the buffers of `_take`."""
-        assert lane.member.reward is not None
-        weights = np.zeros(1 + 2 * len(pairs))
-        if lane.path is Path.DIRECT:
-            moments = lane.group.moments(self._advantage)
-            weights[0] = moments.advantage(lane.member.reward)
-        else:
-            assert lane.group.pair is not None
-            first = 1 + 2 * pairs.index(lane.group.pair)
-            weights[first : first + 2] = _pair_coefficients(lane, center)
+    def _coefficients(self, lane: LaneWork, reached: list[int], center: float) -> np.ndarray:
+        """The weights of one gradient in (batch, pairs, held)."""
+        weights = np.zeros(1 + 2 * len(reached) + self._num_held)
+        match lane.path:
+            case Path.DIRECT:
+                weights[0] = 1.0 if len(lane.members) > 1 else self._advantages(lane)[0]
+            case Path.STREAM:
+                assert lane.pair is not None
+                first = 1 + 2 * reached.index(lane.pair)
+                weights[first : first + 2] = self._pair_coefficients(lane, center)
+            case Path.AHEAD:
+                assert lane.held is not None
+                weights[1 + 2 * len(reached) + lane.held] = 1.0
         return weights
 
-    def _passed_pairs(self, used: list[int]) -> list[int]:
-        """The call's pairs, filled up with idle ones to the number the program takes."""
-        if not used:
-            return []
-        idle = [pair for pair in range(self._num_pairs) if pair not in used]
-        return used + idle[: self._pairs_per_call - len(used)]
+    def _pair_coefficients(self, lane: LaneWork, center: float) -> tuple[float, float]:
+        """The weights of one gradient in (G1, G2), or of its prompt's share in its slot's pair."""
+        if lane.path is Path.AHEAD:
+            return 1.0, 0.0  # held as it is
+        if lane.path is Path.DIRECT and len(lane.members) > 1:
+            moments = lane.group.moments(self._advantage)
+            return 1.0 / moments.closing_coefficients(center)[0], 0.0
+        reward = lane.members[0].reward  # a packed lane that streams has one reward
+        assert reward is not None
+        return reward - center, 1.0
 
+    def _item(self, lane: LaneWork, replica: int) -> LaneItem:
+        """A packed lane's advantages are in its token weights: it has one gradient."""
+        slot = lane.group.slots.get(replica, 0)
+        is_packed = lane.path is Path.DIRECT and len(lane.members) > 1
+        return LaneItem(
+            examples=tuple(_example(m) for m in lane.members),
+            scales=tuple(self._advantages(lane)) if is_packed else (1.0,) * len(lane.members),
+            slot=slot,
+            adjoint_slot=slot if lane.held is None else self._held_slot(lane.held),
+        )
 
-def _item(lane: LaneWork, replica: int) -> LaneItem:
-    slot = lane.group.slots.get(replica, 0)
-    return LaneItem(example=_example(lane.member), slot=slot, adjoint_slot=slot)
+    def _advantages(self, lane: LaneWork) -> list[float]:
+        moments = lane.group.moments(self._advantage)
+        return [moments.advantage(m.reward) for m in lane.members if m.reward is not None]
 
 
 def _example(member: Member) -> Example:
     assert member.example is not None
     return member.example
-
-
-def _pair_coefficients(lane: LaneWork, center: float) -> tuple[float, float]:
-    """The weights of one gradient in G1 and G2."""
-    assert lane.member.reward is not None
-    return lane.member.reward - center, 1.0

@@ -45,12 +45,15 @@ class Example:
 
 
 class Lanes(struct.PyTreeNode):
-    """R x K examples padded to one bucket T, the input of one program call.
+    """R x K lanes padded to one bucket T, the input of one program call.
 
     Attributes:
       tokens, targets: int32 [R, K, T].
+      positions: int32 [R, K, T]; the first of every trajectory is the length of its prefix.
+      segment_ids: int32 [R, K, T]; 1, 2, ... for the trajectories of a lane, 0 for padding.
       weights, behavior_logprobs: float32 [R, K, T].
-      num_positions, prefix_length: int32 [R, K]; 0 positions for an empty lane.
+      action_mask: bool [R, K, T]; the target is an action token.
+      prefix_length: int32 [R, K].
       slot: int32 [R, K]; the prompt slot of the lane's group, if it has a prefix.
       adjoint_slot: int32 [R, K]; where the prompt's share of the gradient goes: the same slot, or
         that of a held gradient.
@@ -60,9 +63,11 @@ class Lanes(struct.PyTreeNode):
 
     tokens: jax.Array
     targets: jax.Array
+    positions: jax.Array
+    segment_ids: jax.Array
     weights: jax.Array
     behavior_logprobs: jax.Array
-    num_positions: jax.Array
+    action_mask: jax.Array
     prefix_length: jax.Array
     slot: jax.Array
     adjoint_slot: jax.Array
@@ -85,9 +90,15 @@ class Prompts(struct.PyTreeNode):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LaneItem:
-    """An example on its way into a lane."""
+    """What goes into one lane.
 
-    example: Example
+    Attributes:
+      examples: of one prefix; more than one are packed.
+      scales: factors of their token weights, float32.
+    """
+
+    examples: tuple[Example, ...]
+    scales: tuple[float, ...] = (1.0,)
     slot: int = 0
     adjoint_slot: int = 0
 
@@ -134,31 +145,52 @@ def lanes_per_call(tokens_per_step: int, bucket: int) -> int:
 
 
 def pad_lanes(replicas: Sequence[Sequence[LaneItem]], lanes_per_call: int, bucket: int) -> Lanes:
-    """Pads every replica's examples, at most `lanes_per_call` of at most `bucket` positions."""
+    """Pads every replica's lanes, at most `lanes_per_call` of at most `bucket` positions."""
     longest = max(len(items) for items in replicas)
     if longest > lanes_per_call:
-        raise ValueError(f"{longest} examples do not fit {lanes_per_call} lanes")
+        raise ValueError(f"{longest} lanes do not fit a call of {lanes_per_call}")
     shape = (len(replicas), lanes_per_call)
-    padded: dict[str, Any] = {
-        "tokens": np.zeros((*shape, bucket), np.int32),
-        "targets": np.zeros((*shape, bucket), np.int32),
-        "weights": np.zeros((*shape, bucket), np.float32),
-        "behavior_logprobs": np.zeros((*shape, bucket), np.float32),
-    }
-    scalars: dict[str, Any] = {
-        name: np.zeros(shape, np.int32)
-        for name in ("num_positions", "prefix_length", "slot", "adjoint_slot")
-    }
+
+    def zeros(*shape: int, dtype: Any = np.int32) -> Any:
+        return np.zeros(shape, dtype)
+
+    num_lanes: Any = np.full(len(replicas), longest, np.int32)
+    lanes = Lanes(
+        tokens=zeros(*shape, bucket),
+        targets=zeros(*shape, bucket),
+        positions=zeros(*shape, bucket),
+        segment_ids=zeros(*shape, bucket),
+        weights=zeros(*shape, bucket, dtype=np.float32),
+        behavior_logprobs=zeros(*shape, bucket, dtype=np.float32),
+        action_mask=zeros(*shape, bucket, dtype=np.bool_),
+        prefix_length=zeros(*shape),
+        slot=zeros(*shape),
+        adjoint_slot=zeros(*shape),
+        num_lanes=num_lanes,
+    )
     for replica, items in enumerate(replicas):
-        for lane, item in enumerate(items):
-            for name, array in padded.items():
-                array[replica, lane, : item.example.num_positions] = getattr(item.example, name)
-            scalars["num_positions"][replica, lane] = item.example.num_positions
-            scalars["prefix_length"][replica, lane] = item.example.prefix_length
-            scalars["slot"][replica, lane] = item.slot
-            scalars["adjoint_slot"][replica, lane] = item.adjoint_slot
-    scalars["num_lanes"] = np.full(len(replicas), longest, np.int32)
-    return Lanes(**padded, **scalars)
+        for at, item in enumerate(items):
+            _fill_lane(lanes, (replica, at), item)
+    return lanes
+
+
+def _fill_lane(lanes: Any, lane: tuple[int, int], item: LaneItem) -> None:
+    """Writes an item's examples one after the other into a lane."""
+    begin = 0
+    for number, (example, scale) in enumerate(zip(item.examples, item.scales, strict=True), 1):
+        end = begin + example.num_positions
+        part = (*lane, slice(begin, end))
+        lanes.tokens[part] = example.tokens
+        lanes.targets[part] = example.targets
+        lanes.positions[part] = example.prefix_length + np.arange(example.num_positions)
+        lanes.segment_ids[part] = number
+        lanes.weights[part] = example.weights * np.float32(scale)
+        lanes.behavior_logprobs[part] = example.behavior_logprobs
+        lanes.action_mask[part] = example.weights != 0
+        begin = end
+    lanes.prefix_length[lane] = item.examples[0].prefix_length
+    lanes.slot[lane] = item.slot
+    lanes.adjoint_slot[lane] = item.adjoint_slot
 
 
 def pad_prompts(replicas: Sequence[tuple[np.ndarray, int] | None], bucket: int) -> Prompts:

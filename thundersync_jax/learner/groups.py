@@ -4,7 +4,7 @@ Invariants:
   * A member moves EXPECTED -> CONTENT -> READY -> DONE, or to FAILED from either of the first two;
     nothing else. `_TRANSITIONS` is the only table, and a second terminal event is refused by name.
   * A group closes once all its members are terminal and everything that has a gradient has been
-    folded: first its pair, then its prompt on every replica that holds it.
+    folded: first its pairs, then its prompt, each on every replica that holds one.
   * No terminal event depends on anything here: this module never waits.
 
 No jax: `schedule.py` picks the next call from these records, the learner runs it.
@@ -96,8 +96,7 @@ class Group:
       home: the replica that holds the shared prompt first.
       slots: replica -> prompt slot reserved there.
       loaded: replicas whose slot holds the prompt's keys and values.
-      pair: pool index of (G1, G2) while the group streams.
-      is_folded: the pair has been added to the batch; only prompts are left to close.
+      pairs: replica -> index of the group's pair (G1, G2) there, while it streams.
     """
 
     group_id: int
@@ -108,7 +107,7 @@ class Group:
     home: int = 0
     slots: dict[int, int] = dataclasses.field(default_factory=dict)
     loaded: set[int] = dataclasses.field(default_factory=set)
-    pair: int | None = None
+    pairs: dict[int, int] = dataclasses.field(default_factory=dict)
     is_closed: bool = False
 
     @property

@@ -33,6 +33,7 @@ from thundersync_jax.learner.buckets import bucket_of, make_example
 from thundersync_jax.learner.groups import Group, LearnerError, Member, Stage
 from thundersync_jax.learner.memory import check_fits, plan_memory
 from thundersync_jax.learner.optimizer import learning_rate_schedule, make_optimizer
+from thundersync_jax.learner.pairs import Pairs
 from thundersync_jax.learner.programs import Programs, program_names, shapes_of
 from thundersync_jax.learner.schedule import Schedule
 from thundersync_jax.learner.statistics import (
@@ -43,7 +44,6 @@ from thundersync_jax.learner.statistics import (
 from thundersync_jax.learner.streaming import Params, ScoreSettings
 from thundersync_jax.learner.train_state import TrainState
 from thundersync_jax.learner.work import (
-    AheadWork,
     BindWork,
     CloseWork,
     FoldWork,
@@ -98,22 +98,24 @@ class Learner:
         )
         self.state = TrainState(params=master, opt_state=programs.init_opt_state(master))
         self.params = programs.gather(master)
-        pairs_per_call = min(config.pairs_per_call, config.pool_size)
+        pairs = Pairs(
+            programs.accumulator,
+            size=config.pool_size,
+            per_call=shapes.num_pairs,
+            in_host_memory=config.pool_memory == "pinned_host",
+        )
         self._buffers = Accumulators(
-            programs,
-            num_pairs=config.pool_size,
-            num_held=config.held_gradients,
-            pairs_per_call=pairs_per_call,
-            advantage=config.advantage,
+            programs, pairs, num_held=config.held_gradients, advantage=config.advantage
         )
         self._schedule = Schedule(
             num_replicas=programs.num_replicas,
             num_pairs=config.pool_size,
             num_slots=config.prompt_slots if config.prompt_buckets else 0,
             num_held=config.held_gradients,
-            pairs_per_call=pairs_per_call,
+            pairs_per_call=shapes.num_pairs,
             lanes_per_call=shapes.lanes_per_call,
             advantage=config.advantage,
+            pack_buckets=[b for b in config.buckets if b <= config.pack_tokens],
         )
         self._next_group_id = 0
         self._log: list[WorkItem] = []
@@ -314,20 +316,14 @@ class Learner:
         center, params, buffers = self.state.reward_center, self.params, self._buffers
         statistics = self._statistics
         match work:
-            case CloseWork(group=group):
-                buffers.close(group, center)
-                is_zero = group.moments(self._config.advantage).is_zero_variance
-                statistics.has_gradient |= not is_zero
+            case CloseWork(replicas=groups):
+                buffers.close(work, center)
+                moments = [g.moments(self._config.advantage) for g in groups if g is not None]
+                statistics.has_gradient |= not all(m.is_zero_variance for m in moments)
                 return "close", 0, 0
             case PromptWork(prefix_bucket=bucket, is_backward=is_backward):
                 buffers.prompt(params, work, center)
                 return ("prompt_backward" if is_backward else "prompt_forward"), bucket, 0
-            case AheadWork(replicas=picks):
-                stats = buffers.ahead(params, work)
-                for replica, pick in enumerate(picks):
-                    if pick is not None:
-                        statistics.hold(pick[1], note_of(stats, replica, 0))
-                return "ahead", work.bucket, sum(pick is not None for pick in picks)
             case BindWork(replicas=bound):
                 buffers.bind(work, center)
                 lanes = [lane for lane in bound if lane is not None]
@@ -339,8 +335,7 @@ class Learner:
                 for replica, filled in enumerate(work.replicas):
                     for at, lane in enumerate(filled):
                         statistics.add(lane, note_of(stats, replica, at))
-                kind = "stream" if work.pairs else "direct"
-                return kind, work.bucket, len(work.lanes)
+                return _kind(work), work.bucket, sum(len(lane.members) for lane in work.lanes)
 
     def _denominator(self) -> float:
         """Action tokens, or trajectories, that arrived with a reward. Groups of equal rewards
@@ -388,3 +383,9 @@ class Learner:
         self._record("update", 0, 0, started_s)
         self.state.policy_version += 1
         return value
+
+
+def _kind(work: FoldWork) -> str:
+    """The path that most of a call's lanes take, for the work log."""
+    paths = [lane.path.value for lane in work.lanes]
+    return max(paths, key=paths.count)

@@ -95,6 +95,9 @@ class Placement:
         }
         return self.local(streaming.Binding(**fields))
 
+    def is_used(self) -> Any:
+        return self.local(np.zeros(self.num_replicas, np.bool_))
+
     def stats(self, lanes_per_call: int) -> Any:
         """What `streaming.accumulate` reports."""
         shape = (self.num_replicas, lanes_per_call)

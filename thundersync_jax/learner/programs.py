@@ -1,9 +1,8 @@
 """The learner's compiled programs on its mesh; nothing else of the learner ever compiles.
 
-    Fold(num_buffers, prefix_bucket, bucket)   streaming.accumulate
-    Bind(num_buffers, has_slots)               streaming.bind
+    Fold(prefix_bucket, bucket)     streaming.accumulate
     PromptForward(bucket), PromptBackward(bucket)
-    Whole.CLOSE, Whole.UPDATE, Whole.GATHER    what no bucket changes
+    Whole.BIND, CLOSE, UPDATE, GATHER, ACCUMULATOR, SLOTS    what no bucket changes
 
 All but the update run under shard_map, manual over `data` and automatic inside: a replica cannot
 communicate with another before the update. Owns no state: buffers go in donated and come back.
@@ -36,7 +35,6 @@ from thundersync_jax.learner.streaming import Binding, LaneStats, Params, Prompt
 class Fold:
     """Names an accumulate program."""
 
-    num_buffers: int
     prefix_bucket: int
     bucket: int
 
@@ -54,20 +52,33 @@ class PromptBackward:
 class Whole(enum.Enum):
     """The programs that do not depend on a bucket."""
 
+    BIND = "bind"
     CLOSE = "close"
     UPDATE = "update"
     GATHER = "gather"
+    ACCUMULATOR = "zero accumulator"
+    SLOTS = "zero prompt slots"
 
 
-@dataclasses.dataclass(frozen=True)
-class Bind:
-    """Names a bind program; with prompt slots or without."""
-
-    num_buffers: int
-    has_slots: bool
+Name = Fold | PromptForward | PromptBackward | Whole
 
 
-Name = Fold | Bind | PromptForward | PromptBackward | Whole
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shapes:
+    """What the programs are compiled for.
+
+    Attributes:
+      lanes_per_call: K by bucket T: how many lanes one call scans on every replica.
+      num_pairs: pairs (G1, G2) that a call reaches.
+      num_held: buffers for gradients ahead of their verdicts.
+      num_slots, slot_length: shared prompts a replica can hold, and their padded length.
+    """
+
+    lanes_per_call: Callable[[int], int]
+    num_pairs: int
+    num_held: int
+    num_slots: int
+    slot_length: int
 
 
 def shapes_of(config: LearnerSection) -> Shapes:
@@ -75,6 +86,8 @@ def shapes_of(config: LearnerSection) -> Shapes:
     num_slots = config.prompt_slots + config.held_gradients if config.prompt_buckets else 0
     return Shapes(
         lanes_per_call=functools.partial(lanes_per_call, config.tokens_per_step),
+        num_pairs=min(config.pairs_per_call, config.pool_size),
+        num_held=config.held_gradients,
         num_slots=num_slots,
         slot_length=max(config.prompt_buckets, default=0),
     )
@@ -82,14 +95,14 @@ def shapes_of(config: LearnerSection) -> Shapes:
 
 def program_names(config: LearnerSection) -> list[Name]:
     """Every program that a run with this configuration can need."""
-    num_buffers = {1, 1 + 2 * min(config.pairs_per_call, config.pool_size)}
-    prefixes = (0, *config.prompt_buckets)
-    names: list[Name] = [Whole.UPDATE, Whole.GATHER]
-    names += [Fold(n, p, b) for n in num_buffers for p in prefixes for b in config.buckets]
+    names: list[Name] = [Whole.UPDATE, Whole.GATHER, Whole.ACCUMULATOR]
+    names += [Fold(p, b) for p in (0, *config.prompt_buckets) for b in config.buckets]
     for bucket in config.prompt_buckets:
         names += [PromptForward(bucket), PromptBackward(bucket)]
+    if config.prompt_buckets:
+        names.append(Whole.SLOTS)
     if config.held_gradients:
-        names += [Bind(n, bool(config.prompt_buckets)) for n in num_buffers]
+        names.append(Whole.BIND)
     return [*names, Whole.CLOSE] if config.pool_size else names
 
 
@@ -101,20 +114,6 @@ class _Program:
     donated: tuple[int, ...]
     arguments: tuple[Any, ...]
     results: Any
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Shapes:
-    """What the programs are compiled for.
-
-    Attributes:
-      lanes_per_call: K by bucket T: how many trajectories one call scans on every replica.
-      num_slots, slot_length: shared prompts a replica can hold, and their padded length.
-    """
-
-    lanes_per_call: Callable[[int], int]
-    num_slots: int
-    slot_length: int
 
 
 class Programs:
@@ -130,6 +129,7 @@ class Programs:
         self._settings = settings
         self._optimizer = optimizer
         self._mesh = mesh
+        self._shapes = shapes
         self.lanes_per_call = shapes.lanes_per_call
         self.placement = Placement(
             settings.model,
@@ -143,13 +143,13 @@ class Programs:
 
     # -- making and moving state ----------------------------------------------------------------
 
-    def zeros(self, abstract: Any) -> Any:
-        """Zeros of the given shapes where they belong."""
+    def accumulator(self) -> Params:
+        """A sum of gradients, zero."""
+        return self._get(Whole.ACCUMULATOR)()
 
-        def make() -> Any:
-            return jax.tree.map(lambda x: jax.numpy.zeros(x.shape, x.dtype), abstract)
-
-        return jax.jit(make, out_shardings=shardings(abstract))()
+    def prompt_slots(self) -> PromptSlots | None:
+        """The prompt slots, zero; None without any."""
+        return None if self.placement.slots is None else self._get(Whole.SLOTS)()
 
     def init_opt_state(self, master: Params) -> Any:
         return jax.jit(self._optimizer.init, out_shardings=shardings(self.placement.opt_state))(
@@ -193,12 +193,11 @@ class Programs:
         binding: Binding,
     ) -> tuple[Params, tuple[Params, ...], PromptSlots | None]:
         """`streaming.bind` on every replica; all but the binding is donated."""
-        name = Bind(len(buffers), slots is not None)
         binding = binding.replace(
             coefficients=self._scalars(binding.coefficients),
             pair_coefficients=self._scalars(binding.pair_coefficients),
         )
-        return self._get(name)(held, buffers, slots, binding)
+        return self._get(Whole.BIND)(held, buffers, slots, binding)
 
     def prompt_forward(self, params: Params, slots: PromptSlots, prompts: Prompts) -> PromptSlots:
         """`streaming.prompt_forward` on every replica; slots are donated."""
@@ -217,12 +216,19 @@ class Programs:
         return program(params, batch, slots, self._scalars(coefficients), prompts)
 
     def close(
-        self, batch: Params, pair: tuple[Params, Params], coefficients: Sequence[float]
-    ) -> tuple[Params, tuple[Params, Params]]:
-        """`streaming.close_group` on every replica; everything is donated."""
-        everywhere = np.tile(np.asarray(coefficients), (self.num_replicas, 1))
-        batch, *zeroed = self._get(Whole.CLOSE)(batch, *pair, self._scalars(everywhere))
-        return batch, (zeroed[0], zeroed[1])
+        self,
+        batch: Params,
+        pair: Sequence[Params],
+        coefficients: np.ndarray,
+        is_used: np.ndarray,
+    ) -> tuple[Params, Params, Params]:
+        """`streaming.close_group` on every replica; batch and pair are donated.
+
+        Args:
+          coefficients: [R, 2]; is_used: bool [R].
+        """
+        scalars = (self._scalars(coefficients), is_used)
+        return self._get(Whole.CLOSE)(batch, *pair, *scalars)
 
     def update(
         self, master: Params, opt_state: Any, batch: Params, denominator: float
@@ -270,18 +276,21 @@ class Programs:
         match name:
             case Fold():
                 return self._fold_program(name)
-            case Bind():
-                return self._bind_program(name)
             case PromptForward() | PromptBackward():
                 return self._prompt_program(name)
             case Whole():
                 return self._whole_program(name)
 
+    @property
+    def _summed(self) -> tuple[Any, ...]:
+        """The accumulators that a verdict reaches: the batch sum and pairs."""
+        return (self.placement.accumulator,) * (1 + 2 * self._shapes.num_pairs)
+
     def _fold_program(self, name: Fold) -> _Program:
         place = self.placement
         num_lanes = self.lanes_per_call(name.bucket)
         slots = place.slots if name.prefix_bucket else None
-        buffers = (place.accumulator,) * name.num_buffers
+        buffers = (*self._summed, *(place.accumulator,) * self._shapes.num_held)
         function = functools.partial(streaming.accumulate, self._settings, name.prefix_bucket)
         return _Program(
             self._on_replicas(function, 6),
@@ -290,22 +299,11 @@ class Programs:
                 place.params,
                 buffers,
                 slots,
-                place.local_scalars(name.num_buffers, num_lanes),
+                place.local_scalars(len(buffers), num_lanes),
                 place.local_scalars(2, num_lanes),
                 place.lanes(num_lanes, name.bucket),
             ),
             results=(buffers, slots, place.stats(num_lanes)),
-        )
-
-    def _bind_program(self, name: Bind) -> _Program:
-        place = self.placement
-        slots = place.slots if name.has_slots else None
-        state = (place.accumulator, (place.accumulator,) * name.num_buffers, slots)
-        return _Program(
-            self._on_replicas(streaming.bind, 4, num_shared=0),
-            donated=(0, 1, 2),
-            arguments=(*state, place.binding(name.num_buffers)),
-            results=state,
         )
 
     def _prompt_program(self, name: PromptForward | PromptBackward) -> _Program:
@@ -329,11 +327,19 @@ class Programs:
     def _whole_program(self, name: Whole) -> _Program:
         place, acc = self.placement, self.placement.accumulator
         match name:
+            case Whole.BIND:
+                state = (acc, self._summed, place.slots)
+                return _Program(
+                    self._on_replicas(streaming.bind, 4, num_shared=0),
+                    donated=(0, 1, 2),
+                    arguments=(*state, place.binding(len(self._summed))),
+                    results=state,
+                )
             case Whole.CLOSE:
                 return _Program(
-                    self._on_replicas(streaming.close_group, 4, num_shared=0),
+                    self._on_replicas(streaming.close_group, 5, num_shared=0),
                     donated=(0, 1, 2),
-                    arguments=(acc, acc, acc, place.local_scalars(2)),
+                    arguments=(acc, acc, acc, place.local_scalars(2), place.is_used()),
                     results=(acc, acc, acc),
                 )
             case Whole.UPDATE:
@@ -350,6 +356,10 @@ class Programs:
                     arguments=(place.master,),
                     results=place.params,
                 )
+            case Whole.ACCUMULATOR:
+                return _zeros(acc)
+            case Whole.SLOTS:
+                return _zeros(place.slots)
 
     def _on_replicas(
         self, function: Callable[..., Any], num_arguments: int, *, num_shared: int = 1
@@ -371,3 +381,10 @@ class Programs:
             axis_names={sharding.DATA},
             check_vma=False,
         )
+
+
+def _zeros(abstract: Any) -> _Program:
+    def make() -> Any:
+        return jax.tree.map(lambda x: jax.numpy.zeros(x.shape, x.dtype), abstract)
+
+    return _Program(make, donated=(), arguments=(), results=abstract)

@@ -40,9 +40,9 @@ def reference_gradient(
         where time is measured.
     """
     longest = max(e.num_positions for e in examples)
-    items = [LaneItem(example=example) for example in examples]
+    items = [LaneItem(examples=(example,)) for example in examples]
     lanes = pad_lanes([items], _round_up(len(examples), row_multiple), _round_up(longest, 32))
-    lanes = jax.tree.map(lambda x: x[0], lanes)
+    lanes = jax.tree.map(lambda x: x[0], lanes.replace(num_lanes=None))
     dtype = jax.tree.leaves(params)[0].dtype
     weights = np.zeros(lanes.tokens.shape[0], jnp.promote_types(dtype, jnp.float32))
     weights[: len(examples)] = advantages
@@ -62,14 +62,7 @@ def _batch_gradient(
     denominator: float,
 ) -> Params:
     def loss(params: Params) -> jax.Array:
-        scores, _ = jax.vmap(functools.partial(score, settings, params, None))(
-            lanes.tokens,
-            lanes.targets,
-            lanes.weights,
-            lanes.behavior_logprobs,
-            lanes.num_positions,
-            lanes.prefix_length,
-        )
+        scores, _ = jax.vmap(functools.partial(score, settings, params, None))(lanes)
         return -jnp.sum(advantages * scores) / denominator
 
     return jax.grad(loss)(params)

@@ -1,14 +1,16 @@
 """Which program call is due next, on every replica at once. Pure host decisions, no jax.
 
 Invariants:
-  * A group streams only while it holds a pair; without one its members wait (hold) until the
-    group's rewards are all known and then go direct. A group without a prompt slot runs its prompt
-    in every member. So every group closes with pools of any size, 0 included.
-  * A group may have partial sums on several replicas: its pair has the same index on all of them,
-    and each replica that ran a branch closes its own share of the prompt.
+  * A group streams on a replica only while it holds a pair there; where none is free its members
+    wait (hold), at the latest until the group's rewards are all known: then they go direct. A group
+    without a prompt slot runs its prompt in every member. So every group closes with pools of any
+    size, 0 included.
+  * A group may have partial sums on several replicas: each closes its own pair and its own share of
+    the prompt.
   * Closing comes first, for it frees buffers; then held gradients whose verdict came; then the
     shape with most ready tokens. Prompts are loaded before they hold something up, and otherwise
-    when nothing else is due. Gradients ahead of their verdicts come last of all.
+    when nothing else is due. Gradients ahead of their verdicts come last: in lanes that would stay
+    empty, or when nothing is ready.
 
 The same object drives the learner and the simulation of its schedule.
 """
@@ -17,9 +19,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+from thundersync_jax.learner.filling import Filling
 from thundersync_jax.learner.groups import Group, Held, Member, Path, Stage
+from thundersync_jax.learner.packing import pack
 from thundersync_jax.learner.work import (
-    AheadWork,
     BindWork,
     CloseWork,
     FoldWork,
@@ -28,16 +31,19 @@ from thundersync_jax.learner.work import (
     Work,
 )
 
+Ready = tuple[Group, tuple[Member, ...], Path]
+
 
 class Schedule:
     """The groups of the current step and the free buffers.
 
     Args:
-      num_pairs: pairs (G1, G2) of the pool.
+      num_pairs: pairs (G1, G2) of every replica.
       num_slots: prompt slots of every replica.
       num_held: gradients that every replica can hold ahead of their verdicts.
-      pairs_per_call: pairs that one accumulate call can reach.
+      pairs_per_call: pair indices that one call can reach.
       lanes_per_call: K by bucket.
+      pack_buckets: buckets of lanes that several trajectories may share.
     """
 
     def __init__(
@@ -50,12 +56,14 @@ class Schedule:
         pairs_per_call: int,
         lanes_per_call: Callable[[int], int],
         advantage: str,
+        pack_buckets: Sequence[int] = (),
     ) -> None:
         self._num_replicas = num_replicas
         self._pairs_per_call = pairs_per_call
         self._lanes_per_call = lanes_per_call
         self._advantage = advantage
-        self._free_pairs = list(range(num_pairs))
+        self._pack_buckets = tuple(pack_buckets)
+        self._free_pairs = [set(range(num_pairs)) for _ in range(num_replicas)]
         self._free_slots = [list(range(num_slots)) for _ in range(num_replicas)]
         self._free_held = [set(range(num_held)) for _ in range(num_replicas)]
         self._groups: dict[int, Group] = {}
@@ -82,8 +90,8 @@ class Schedule:
         """Forgets the step; every buffer is free again."""
         for group in self.groups:
             self._release_slots(group)
-            if group.pair is not None:
-                self._free_pairs.append(group.pair)
+            for replica, pair in group.pairs.items():
+                self._free_pairs[replica].add(pair)
             for member in group.members:
                 if member.held is not None:
                     self._free_held[member.held.replica].add(member.held.index)
@@ -96,51 +104,45 @@ class Schedule:
     def next_work(self) -> Work | None:
         """The call that is due, or None when nothing is ready."""
         closing = [g for g in self.groups if self._is_closing(g)]
-        for group in closing:
-            if group.pair is not None:
-                return CloseWork(group=group)
+        close = self._close([g for g in closing if g.pairs])
+        if close is not None:
+            return close
         backward = self._prompts([g for g in closing if g.loaded], is_backward=True)
         if backward is not None:
             return backward
         binding = self._binding()
         if binding is not None:
             return binding
-        folds = [fold for fold in self._folds() if fold.lanes]
-        best = max(folds, key=lambda fold: fold.num_tokens, default=None)
+        best = max(self._folds(), key=lambda f: (f.num_tokens, len(f.lanes)), default=None)
         unloaded = [g for g in self.groups if self._needs_prompt(g)]
         waiting = [g for g in unloaded if any(m.stage is Stage.READY for m in g.members)]
-        if waiting or best is None:
+        if waiting or best is None or not best.num_tokens:
             forward = self._prompts(waiting or unloaded, is_backward=False)
             if forward is not None:
                 return forward
         if best is None:
-            return self._ahead()
+            return None
         spread = self._spread(best)
         if spread is None:
-            self._take_pairs(best)
+            self._take_buffers(best)
         return spread or best
 
     def mark_done(self, work: Work) -> None:
         """Records that the call's result is in the accumulators."""
         match work:
-            case CloseWork(group=group):
-                assert group.pair is not None
-                self._free_pairs.append(group.pair)
-                group.pair = None
-                self._settle(group)
-            case PromptWork(replicas=replicas, is_backward=is_backward):
-                for replica, prompt in enumerate(replicas):
-                    if prompt is not None and is_backward:
-                        prompt.loaded.discard(replica)
-                        self._free_slots[replica].append(prompt.slots.pop(replica))
-                        self._settle(prompt)
-                    elif prompt is not None:
-                        prompt.loaded.add(replica)
-            case AheadWork(index=index, replicas=chosen):
-                for replica, pick in enumerate(chosen):
-                    if pick is not None:
-                        pick[1].held = Held(replica=replica, index=index)
-                        self._free_held[replica].discard(index)
+            case CloseWork(replicas=groups):
+                for replica, group in enumerate(groups):
+                    if group is not None:
+                        self._free_pairs[replica].add(group.pairs.pop(replica))
+                        self._settle(group)
+            case PromptWork(replicas=groups, is_backward=is_backward):
+                for replica, group in enumerate(groups):
+                    if group is not None and is_backward:
+                        group.loaded.discard(replica)
+                        self._free_slots[replica].append(group.slots.pop(replica))
+                        self._settle(group)
+                    elif group is not None:
+                        group.loaded.add(replica)
             case BindWork(index=index, replicas=bound):
                 for replica, lane in enumerate(bound):
                     if lane is not None:
@@ -151,8 +153,10 @@ class Schedule:
                             lane.member.path = Path.AHEAD
             case FoldWork():
                 for lane in work.lanes:
-                    lane.member.advance(Stage.DONE, lane.group.name(lane.member))
-                    lane.member.path = lane.path
+                    if lane.path is not Path.AHEAD:
+                        for member in lane.members:
+                            member.advance(Stage.DONE, lane.group.name(member))
+                            member.path = lane.path
 
     # -- closing --------------------------------------------------------------------------------
 
@@ -174,12 +178,24 @@ class Schedule:
         self._settle(group)
         return not group.is_closed
 
+    def _close(self, groups: Sequence[Group]) -> CloseWork | None:
+        """The pairs of one index, on every replica where that index closes."""
+        found: dict[int, dict[int, Group]] = {}
+        for group in groups:
+            for replica, pair in group.pairs.items():
+                found.setdefault(pair, {})[replica] = group
+        if not found:
+            return None
+        index = max(found, key=lambda pair: len(found[pair]))
+        replicas = tuple(found[index].get(r) for r in range(self._num_replicas))
+        return CloseWork(index=index, replicas=replicas)
+
     def _settle(self, group: Group) -> None:
         """Closes a group that holds nothing any more."""
         unused = [r for r in group.slots if r not in group.loaded]
         for replica in unused:
             self._free_slots[replica].append(group.slots.pop(replica))
-        group.is_closed = group.pair is None and not group.slots
+        group.is_closed = not group.pairs and not group.slots
 
     def _release_slots(self, group: Group) -> None:
         for replica, slot in group.slots.items():
@@ -215,7 +231,9 @@ class Schedule:
         busiest = best.replicas[loads.index(max(loads))][-1].group
         chosen: list[Group | None] = [None] * self._num_replicas
         for replica, load in enumerate(loads):
-            if load == min(loads) and replica not in busiest.slots and self._free_slots[replica]:
+            has_buffer = busiest.is_complete or self._free_pairs[replica]
+            is_idle = load == min(loads) and replica not in busiest.slots
+            if is_idle and has_buffer and self._free_slots[replica]:
                 busiest.slots[replica] = self._free_slots[replica].pop()
                 chosen[replica] = busiest
         if not any(chosen):
@@ -227,107 +245,103 @@ class Schedule:
     # -- folding --------------------------------------------------------------------------------
 
     def _folds(self) -> Iterator[FoldWork]:
-        """The best call of every shape that has ready members."""
-        shapes: dict[tuple[int, int], list[LaneWork]] = {}
+        """The best call of every shape that has something to run."""
+        ready: dict[tuple[int, int], list[Ready]] = {}
+        early: dict[tuple[int, int], list[tuple[Group, Member]]] = {}
         for group in self.groups:
             if group.is_closed or (group.prefix_bucket and not group.loaded):
                 continue
+            free = [m for m in group.members if m.bucket and m.held is None]
             path = Path.DIRECT if group.is_complete else Path.STREAM
-            for member in group.members:
-                if member.stage is Stage.READY and member.bucket and member.held is None:
+            packs = pack(
+                [m for m in free if m.stage is Stage.READY],
+                self._pack_buckets,
+                is_direct=path is Path.DIRECT,
+            )
+            for bucket, members in packs:
+                ready.setdefault((group.prefix_bucket, bucket), []).append((group, members, path))
+            for member in free:
+                if member.stage is Stage.CONTENT:
                     shape = (group.prefix_bucket, member.bucket)
-                    shapes.setdefault(shape, []).append(
-                        LaneWork(group=group, member=member, path=path)
-                    )
-        for (prefix_bucket, bucket), ready in shapes.items():
-            yield self._fill(prefix_bucket, bucket, ready)
+                    early.setdefault(shape, []).append((group, member))
+        for shape in dict.fromkeys((*ready, *early)):
+            fold = self._fill(*shape, ready.get(shape, []), early.get(shape, []))
+            if fold.lanes:
+                yield fold
 
-    def _fill(self, prefix_bucket: int, bucket: int, ready: list[LaneWork]) -> FoldWork:
-        """Fills the lanes: direct work first, then the open groups with most members ready."""
-        capacity = self._lanes_per_call(bucket)
-        replicas: list[list[LaneWork]] = [[] for _ in range(self._num_replicas)]
+    def _fill(
+        self,
+        prefix_bucket: int,
+        bucket: int,
+        ready: list[Ready],
+        early: list[tuple[Group, Member]],
+    ) -> FoldWork:
+        """Direct work first, then the open groups with most ready, then what has no verdict."""
+        filling = Filling(
+            prefix_bucket,
+            bucket,
+            capacity=self._lanes_per_call(bucket),
+            pairs_per_call=self._pairs_per_call,
+            free_pairs=self._free_pairs,
+        )
         counts: dict[int, int] = {}
-        for lane in ready:
-            counts[lane.group.group_id] = counts.get(lane.group.group_id, 0) + 1
-        ready = sorted(
-            ready,
-            key=lambda w: (w.path is Path.STREAM, -counts[w.group.group_id], w.group.group_id),
-        )
-        streaming: list[Group] = []
-        num_new = 0
-        for lane in ready:
-            group = lane.group
-            if lane.path is Path.STREAM and group not in streaming:
-                is_new = group.pair is None
-                if len(streaming) == self._pairs_per_call:
-                    continue
-                if is_new and num_new == len(self._free_pairs):
-                    lane.member.was_held = True
-                    continue
-                num_new += is_new
-                streaming.append(group)
-            allowed = group.loaded if group.prefix_bucket else range(self._num_replicas)
-            replica = min(allowed, key=lambda r: len(replicas[r]))
-            if len(replicas[replica]) < capacity:
-                replicas[replica].append(lane)
-        return FoldWork(
-            prefix_bucket=prefix_bucket,
-            bucket=bucket,
-            replicas=tuple(tuple(lanes) for lanes in replicas),
-        )
+        for group, _, _ in ready:
+            counts[group.group_id] = counts.get(group.group_id, 0) + 1
+        for group, members, path in sorted(
+            ready, key=lambda r: (r[2] is Path.STREAM, -counts[r[0].group_id], r[0].group_id)
+        ):
+            if path is Path.STREAM and not filling.can_stream(group):
+                for member in members:
+                    member.was_held = True
+            else:
+                filling.add(group, members, path)
+        most = max(filling.most_lanes, 1)
+        free_held = [set(free) for free in self._free_held]
+        for group, member in early:
+            filling.add_ahead(group, member, free_held, most)
+        return filling.work()
+
+    def _take_buffers(self, fold: FoldWork) -> None:
+        for replica, lanes in enumerate(fold.replicas):
+            for lane in lanes:
+                if lane.pair is not None:
+                    lane.group.pairs[replica] = lane.pair
+                    self._free_pairs[replica].discard(lane.pair)
+                if lane.held is not None:
+                    lane.member.held = Held(replica=replica, index=lane.held)
+                    self._free_held[replica].discard(lane.held)
 
     def _binding(self) -> BindWork | None:
         """Held gradients whose verdict came: those of one index, on every replica that has one."""
         ready: dict[int, dict[int, LaneWork]] = {}
-        streaming: set[int] = set()
         for group in self.groups:
-            path = Path.DIRECT if group.is_complete else Path.STREAM
             for member in group.members:
-                if member.held is None or not member.is_terminal:
-                    continue
-                if path is Path.STREAM and member.reward is not None:
-                    if group.pair is None and not self._free_pairs:
-                        continue
-                    if group.group_id not in streaming and len(streaming) == self._pairs_per_call:
-                        continue
-                    streaming.add(group.group_id)
-                    group.pair = self._free_pairs.pop() if group.pair is None else group.pair
-                lane = LaneWork(group=group, member=member, path=path)
-                ready.setdefault(member.held.index, {})[member.held.replica] = lane
+                if member.held is not None and member.is_terminal:
+                    lane = self._bound(group, member, member.held)
+                    if lane is not None:
+                        ready.setdefault(member.held.index, {})[member.held.replica] = lane
         if not ready:
             return None
         index = max(ready, key=lambda i: len(ready[i]))
-        replicas = tuple(ready[index].get(r) for r in range(self._num_replicas))
-        return BindWork(index=index, replicas=replicas)
+        chosen: list[LaneWork | None] = [None] * self._num_replicas
+        reached: set[int] = set()
+        for replica, lane in ready[index].items():
+            if lane.pair is not None:
+                if lane.pair not in reached and len(reached) == self._pairs_per_call:
+                    continue
+                reached.add(lane.pair)
+                lane.group.pairs[replica] = lane.pair
+                self._free_pairs[replica].discard(lane.pair)
+            chosen[replica] = lane
+        return BindWork(index=index, replicas=tuple(chosen))
 
-    def _ahead(self) -> AheadWork | None:
-        """Final contents without a verdict: one shape, one held index, at most one a replica."""
-        shapes: dict[tuple[int, int], list[tuple[Group, Member]]] = {}
-        for group in self.groups:
-            if group.prefix_bucket and not group.loaded:
-                continue
-            for member in group.members:
-                if member.stage is Stage.CONTENT and member.bucket and member.held is None:
-                    shape = (group.prefix_bucket, member.bucket)
-                    shapes.setdefault(shape, []).append((group, member))
-        indices = set().union(*self._free_held)
-        if not shapes or not indices:
+    def _bound(self, group: Group, member: Member, held: Held) -> LaneWork | None:
+        """Where a held gradient goes; None while it must wait for a pair on its replica."""
+        if member.reward is None or group.is_complete:
+            return LaneWork(group=group, members=(member,), path=Path.DIRECT)
+        free = self._free_pairs[held.replica]
+        pair = group.pairs.get(held.replica, min(free, default=None))
+        if pair is None:
+            member.was_held = True
             return None
-        prefix_bucket, bucket = max(shapes, key=lambda shape: len(shapes[shape]))
-        index = max(indices, key=lambda i: sum(i in free for free in self._free_held))
-        chosen: list[tuple[Group, Member] | None] = [None] * self._num_replicas
-        for group, member in shapes[prefix_bucket, bucket]:
-            allowed = group.loaded if group.prefix_bucket else range(self._num_replicas)
-            free = [r for r in allowed if chosen[r] is None and index in self._free_held[r]]
-            if free:
-                chosen[free[0]] = (group, member)
-        if not any(chosen):
-            return None
-        return AheadWork(
-            prefix_bucket=prefix_bucket, bucket=bucket, index=index, replicas=tuple(chosen)
-        )
-
-    def _take_pairs(self, work: FoldWork) -> None:
-        for lane in work.lanes:
-            if lane.path is Path.STREAM and lane.group.pair is None:
-                lane.group.pair = self._free_pairs.pop()
+        return LaneWork(group=group, members=(member,), path=Path.STREAM, pair=pair)

@@ -54,26 +54,25 @@ class StepStatistics:
         self._held: dict[Member, Note] = {}
         self.has_gradient = False
 
-    def hold(self, member: Member, note: Note) -> None:
-        """Keeps what was said of a gradient ahead of its verdict."""
-        self._held[member] = note
+    def add(self, lane: LaneWork, note: Note) -> None:
+        """Counts a folded lane; a gradient ahead of its verdict waits for `release`."""
+        if lane.path is Path.AHEAD:
+            self._held[lane.member] = note
+            return
+        name = ", ".join(lane.group.name(member) for member in lane.members)
+        self.has_gradient |= lane.path is Path.DIRECT
+        self._gap_sum += note.gap_sum
+        self._gap_tokens += sum(member.num_action_tokens for member in lane.members)
+        if note.gap_max > self._gap_max:
+            self._gap_max, self._gap_name = note.gap_max, name
+        if not note.is_finite:
+            self._non_finite.append(name)
 
     def release(self, lane: LaneWork) -> None:
         """The verdict of a held gradient came: it counts, or a failed one is forgotten."""
         note = self._held.pop(lane.member)
         if lane.member.reward is not None:
             self.add(lane, note)
-
-    def add(self, lane: LaneWork, note: Note) -> None:
-        """Counts a folded trajectory."""
-        name = lane.group.name(lane.member)
-        self.has_gradient |= lane.path is Path.DIRECT
-        self._gap_sum += note.gap_sum
-        self._gap_tokens += lane.member.num_action_tokens
-        if note.gap_max > self._gap_max:
-            self._gap_max, self._gap_name = note.gap_max, name
-        if not note.is_finite:
-            self._non_finite.append(name)
 
     def check_finite(self) -> None:
         if self._non_finite:

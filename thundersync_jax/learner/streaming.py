@@ -82,44 +82,38 @@ def empty_slots(model: TransformerConfig, num_slots: int, length: int) -> Prompt
 
 
 def score(
-    settings: ScoreSettings,
-    params: Params,
-    prefix: KeysValues | None,
-    tokens: jax.Array,
-    targets: jax.Array,
-    weights: jax.Array,
-    behavior_logprobs: jax.Array,
-    num_positions: jax.Array,
-    prefix_length: jax.Array,
+    settings: ScoreSettings, params: Params, prefix: KeysValues | None, lane: Lanes
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """S of one padded trajectory or branch, and (gap_sum, gap_max) of it.
+    """S of one lane, the sum over its trajectories, and (gap_sum, gap_max) of it.
 
     Args:
       prefix: keys and values [L, P, K, H] of a shared prompt, or None.
-      tokens, targets: int32 [T].
-      weights, behavior_logprobs: float32 [T].
-      num_positions: int32 []; positions from here on are padding.
-      prefix_length: int32 []; the valid part of `prefix`, and the position of the first token.
+      lane: one lane's arrays [T] and scalars.
     """
-    offsets = jnp.arange(tokens.shape[0], dtype=jnp.int32)
-    valid = (offsets < num_positions)[None]
     before = None
     if prefix is not None:
-        before = (jnp.arange(prefix.keys.shape[1]) < prefix_length)[None]
+        before = (jnp.arange(prefix.keys.shape[1]) < lane.prefix_length)[None]
         prefix = jax.tree.map(lambda x: x[:, None], prefix)  # a batch of one
     hidden = forward(
-        settings.model, params, tokens[None], (prefix_length + offsets)[None], valid, prefix, before
+        settings.model,
+        params,
+        lane.tokens[None],
+        lane.positions[None],
+        lane.segment_ids[None],
+        prefix,
+        before,
     )[0]
     logprobs = token_logprobs(
         hidden,
         output_kernel(settings.model, params),
-        targets,
+        lane.targets,
         temperature=settings.temperature,
         chunk=settings.logprob_chunk,
     )
-    gap = jnp.where(weights == 0, 0.0, jnp.abs(jax.lax.stop_gradient(logprobs) - behavior_logprobs))
-    value = trajectory_score(logprobs, behavior_logprobs, weights, settings.tis_cap)
-    return value, (jnp.sum(gap).astype(jnp.float32), jnp.max(gap).astype(jnp.float32))
+    gap = jnp.abs(jax.lax.stop_gradient(logprobs) - lane.behavior_logprobs)
+    gap = jnp.where(lane.action_mask, gap, 0.0).astype(jnp.float32)
+    value = trajectory_score(logprobs, lane.behavior_logprobs, lane.weights, settings.tis_cap)
+    return value, (jnp.sum(gap), jnp.max(gap))
 
 
 def fold(acc: Params, coefficient: jax.Array, grad: Params) -> Params:
@@ -163,8 +157,9 @@ def accumulate(
       buffers: accumulators, donated by the caller.
       slots: shared prompts, their adjoints donated; None when prefix_bucket is 0.
       coefficients: [len(buffers), K].
-      pair_coefficients: [2, K], (r_k - c, 1): what the prompt's adjoint pair gets, on every path.
-      lanes: padded examples [K, T]; only the first `lanes.num_lanes` are run.
+      pair_coefficients: [2, K], what the prompt's adjoint pair gets: (r_k - c, 1) on every path, or
+        what comes to the same when the pair is combined.
+      lanes: padded lanes [K, T]; only the first `lanes.num_lanes` are run.
     """
     num_lanes = lanes.tokens.shape[0]
     stats = LaneStats(
@@ -289,9 +284,17 @@ def prompt_backward(
 
 
 def close_group(
-    batch: Params, reward_score_grad: Params, score_grad: Params, coefficients: jax.Array
+    batch: Params,
+    reward_score_grad: Params,
+    score_grad: Params,
+    coefficients: jax.Array,
+    is_used: jax.Array,
 ) -> tuple[Params, Params, Params]:
-    """batch + a G1 + b G2 with (a, b) = `coefficients` [2]; returns it and the zeroed pair."""
+    """batch + a G1 + b G2 with (a, b) = `coefficients` [2], and the pair is zero again.
+
+    Args:
+      is_used: bool []; false leaves everything as it is.
+    """
 
     def add(batch: Params) -> Params:
         def one(total: jax.Array, first: jax.Array, second: jax.Array) -> jax.Array:
@@ -300,9 +303,14 @@ def close_group(
 
         return jax.tree.map(one, batch, reward_score_grad, score_grad)
 
-    batch = jax.lax.cond(jnp.any(coefficients != 0), add, lambda batch: batch, batch)
-    zeros = jax.tree.map(jnp.zeros_like, (reward_score_grad, score_grad))
-    return batch, zeros[0], zeros[1]
+    batch = jax.lax.cond(is_used & jnp.any(coefficients != 0), add, lambda batch: batch, batch)
+    pair = jax.lax.cond(
+        is_used,
+        lambda pair: jax.tree.map(jnp.zeros_like, pair),
+        lambda pair: pair,
+        (reward_score_grad, score_grad),
+    )
+    return batch, *pair
 
 
 def apply_update(
@@ -352,19 +360,12 @@ def _lane_gradient(
     lane: jax.Array,
 ) -> Any:
     """((gradient, gradient of the prefix or None), (gap_sum, gap_max)) of one lane."""
-    fields = (
-        lanes.tokens[lane],
-        lanes.targets[lane],
-        lanes.weights[lane],
-        lanes.behavior_logprobs[lane],
-        lanes.num_positions[lane],
-        lanes.prefix_length[lane],
-    )
+    chosen: Lanes = jax.tree.map(lambda x: x[lane], lanes.replace(num_lanes=None))
     prefix = None
     if slots is not None:
-        prefix = jax.tree.map(lambda x: x[lanes.slot[lane], :, :prefix_bucket], slots.kv)
+        prefix = jax.tree.map(lambda x: x[chosen.slot, :, :prefix_bucket], slots.kv)
 
     def score_of(params: Params, prefix: KeysValues | None) -> Any:
-        return score(settings, params, prefix, *fields)
+        return score(settings, params, prefix, chosen)
 
     return jax.grad(score_of, argnums=(0, 1), has_aux=True)(params, prefix)

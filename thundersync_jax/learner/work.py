@@ -3,22 +3,42 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 
 from thundersync_jax.learner.groups import Group, Member, Path
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LaneWork:
-    """One trajectory in one lane."""
+    """One lane of a call: one gradient of one trajectory, or of several that are packed.
+
+    Attributes:
+      members: several only where one combination of their gradients is wanted: on the direct path,
+        and of equal rewards.
+      pair: index of the group's pair on the lane's replica; STREAM only.
+      held: index of the held buffer on the lane's replica; AHEAD only.
+    """
 
     group: Group
-    member: Member
+    members: tuple[Member, ...]
     path: Path
+    pair: int | None = None
+    held: int | None = None
+
+    @property
+    def member(self) -> Member:
+        """The trajectory of a lane that is not packed."""
+        (member,) = self.members
+        return member
+
+    @property
+    def num_positions(self) -> int:
+        return sum(m.example.num_positions for m in self.members if m.example)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FoldWork:
-    """One accumulate call: on every replica up to K trajectories of one shape.
+    """One accumulate call: on every replica up to K lanes of one shape.
 
     Attributes:
       replicas: the lanes of every replica.
@@ -34,23 +54,13 @@ class FoldWork:
 
     @property
     def pairs(self) -> list[int]:
-        """Pool pairs that the call adds to, besides the batch accumulator."""
-        streaming = {w.group.pair for w in self.lanes if w.path is Path.STREAM}
-        return sorted(pair for pair in streaming if pair is not None)
+        """Indices of the pairs that the call adds to, besides the batch accumulator."""
+        return _pairs(self.lanes)
 
     @property
     def num_tokens(self) -> int:
-        return sum(w.member.example.num_positions for w in self.lanes if w.member.example)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class AheadWork:
-    """One accumulate call into held buffer `index`: at most one trajectory a replica."""
-
-    prefix_bucket: int
-    bucket: int
-    index: int
-    replicas: tuple[tuple[Group, Member] | None, ...]
+        """Tokens whose verdict is known."""
+        return sum(lane.num_positions for lane in self.lanes if lane.path is not Path.AHEAD)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,9 +76,8 @@ class BindWork:
 
     @property
     def pairs(self) -> list[int]:
-        """Pool pairs that the call adds to, besides the batch accumulator."""
-        lanes = [w for w in self.replicas if w is not None and w.path is Path.STREAM]
-        return sorted({w.group.pair for w in lanes if w.group.pair is not None})
+        """Indices of the pairs that the call adds to, besides the batch accumulator."""
+        return _pairs(lane for lane in self.replicas if lane is not None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,9 +91,14 @@ class PromptWork:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CloseWork:
-    """One close_group call: the group's pair goes into the batch accumulator."""
+    """One close_group call: pair `index` of every replica whose group is accumulated there."""
 
-    group: Group
+    index: int
+    replicas: tuple[Group | None, ...]
 
 
-Work = FoldWork | AheadWork | BindWork | PromptWork | CloseWork
+Work = FoldWork | BindWork | PromptWork | CloseWork
+
+
+def _pairs(lanes: Iterable[LaneWork]) -> list[int]:
+    return sorted({lane.pair for lane in lanes if lane.pair is not None})

@@ -94,19 +94,19 @@ class Attention(nn.Module):
             keys = RMSNorm(c, axis="head_dim", name="key_norm")(keys)
         query, keys = rotate(query, *rotary), rotate(keys, *rotary)
         new = KeysValues(keys=keys, values=values)
-        if prefix is not None:
+        if prefix is not None and not isinstance(mask, Visible):
             keys = jnp.concatenate([prefix.keys, keys], axis=1)  # [B, P + T, K, H]
             values = jnp.concatenate([prefix.values, values], axis=1)
         if cache is not None:
             cache = cache.write(layer, rows, positions, keys, values)
             keys, values = cache.read(layer, rows)  # [B, S, K, H]
-        keys = constrain(keys, ("batch", None, "kv_heads", None))  # gathered over fsdp
-        values = constrain(values, ("batch", None, "kv_heads", None))
         batch, length = inputs.shape[:2]
         query = query.reshape(batch, length, c.num_kv_heads, c.heads_per_kv_head, c.head_dim)
         if isinstance(mask, Visible):
-            attended = splash(query, keys, values, mask)
+            attended = splash(query, keys, values, mask, prefix)
         else:
+            keys = constrain(keys, ("batch", None, "kv_heads", None))  # gathered over fsdp
+            values = constrain(values, ("batch", None, "kv_heads", None))
             attended = jax.checkpoint(attend, prevent_cse=False)(query, keys, values, mask)
         attended = attended.reshape(batch, length, c.num_heads, c.head_dim)
         output = Einsum(

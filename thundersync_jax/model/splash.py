@@ -30,8 +30,9 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 )
 from jax.sharding import PartitionSpec
 
+from thundersync_jax.model.kv_cache import KeysValues
 from thundersync_jax.model.presets import ModelError, TransformerConfig
-from thundersync_jax.sharding import FSDP, TENSOR
+from thundersync_jax.sharding import FSDP, TENSOR, constrain
 
 # Queries and keys a step of the kernel works on: multiples of the smaller, at most the larger.
 MIN_BLOCK, MAX_BLOCK = 128, 512
@@ -73,7 +74,9 @@ def visible(segment_ids: jax.Array, prefix_valid: jax.Array | None) -> Visible:
     valid = (segment_ids != 0).astype(jnp.int32)
     if prefix_valid is not None:
         valid = jnp.concatenate([prefix_valid.astype(jnp.int32), valid], axis=1)
-    return Visible(ranges=first << _INDEX_BITS | index, valid=valid)
+    # Whole on every device: a scan along a row that is split costs more than the row.
+    ranges = constrain(first << _INDEX_BITS | index, ("batch", None))
+    return Visible(ranges=ranges, valid=constrain(valid, ("batch", None)))
 
 
 def wants_splash(config: TransformerConfig, length: int) -> bool:
@@ -88,43 +91,57 @@ def wants_splash(config: TransformerConfig, length: int) -> bool:
     )
 
 
-def splash(query: jax.Array, keys: jax.Array, values: jax.Array, visible: Visible) -> jax.Array:
+def splash(
+    query: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    visible: Visible,
+    prefix: KeysValues | None = None,
+) -> jax.Array:
     """Softmax attention with float32 softmax and sums; interpreted where there is no TPU.
 
     Args:
       query: [B, T, K, G, H].
-      keys, values: [B, P + T, K, H], the prefix first.
+      keys, values: [B, T, K, H].
+      prefix: keys and values [B, P, K, H] before them, the P of `visible`.
 
     Returns:
       [B, T, K, G, H] in the query's dtype. Queries that may attend to nothing get a finite,
       meaningless output.
     """
     length, shards = query.shape[1], _num_query_shards()
-    prefix = keys.shape[1] - length
+    num_before = 0 if prefix is None else prefix.keys.shape[1]
     block_q = _block(length // shards)
     block_kv = _block(length)
     padded = _round_up(length, math.lcm(shards * block_q, block_kv))
-    padded_prefix = _round_up(prefix, block_kv)
-    kernel = _kernel(padded, padded_prefix, shards, block_q, block_kv, _platform() != "tpu")
+    padded_before = _round_up(num_before, math.lcm(shards, block_kv))
+    kernel = _kernel(padded, padded_before, shards, block_q, block_kv, _platform() != "tpu")
 
     # The kernel has no scale of its own, and its heads come before the length.
     scaled = query * query.shape[-1] ** -0.5
     grouped = _pad(scaled, 1, padded - length).transpose(0, 2, 3, 1, 4)  # [B, K, G, T, H]
 
-    def keyed(array: jax.Array, axis: int) -> jax.Array:
-        """A multiple of the block of prefix, and of tokens."""
-        before, own = jnp.split(array, [prefix], axis=axis)
-        before = _pad(before, axis, padded_prefix - prefix)
-        return jnp.concatenate([before, _pad(own, axis, padded - length)], axis=axis)
+    def parts(before: jax.Array | None, own: jax.Array) -> tuple[jax.Array, ...]:
+        """[B, K, P, H] and [B, K, T, H] as multiples of the block."""
+        padded_own = _pad(own, 1, padded - length).transpose(0, 2, 1, 3)
+        if before is None:
+            return (padded_own,)
+        return _pad(before, 1, padded_before - num_before).transpose(0, 2, 1, 3), padded_own
 
-    keys, values = (keyed(x, 1).transpose(0, 2, 1, 3) for x in (keys, values))  # [B, K, S, H]
+    valid_before, valid_own = jnp.split(visible.valid, [num_before], axis=1)
     attended = _on_mesh(
         kernel,
         grouped.astype(query.dtype),
-        keys,
-        values,
+        parts(None if prefix is None else prefix.keys, keys),
+        parts(None if prefix is None else prefix.values, values),
         _pad(visible.ranges, 1, padded - length),
-        keyed(visible.valid, 1),
+        jnp.concatenate(
+            [
+                _pad(valid_before, 1, padded_before - num_before),
+                _pad(valid_own, 1, padded - length),
+            ],
+            axis=1,
+        ),
     )
     return attended.transpose(0, 3, 1, 2, 4)[:, :length]
 
@@ -141,22 +158,44 @@ def _num_query_shards() -> int:
     return 1 if mesh.empty else mesh.shape[FSDP]
 
 
-def _on_mesh(kernel: kernels.SplashAttentionKernel, *arrays: jax.Array) -> jax.Array:
-    """`_on_device` on every device's share: queries over `fsdp`, heads over `tensor`."""
+def _on_mesh(
+    kernel: kernels.SplashAttentionKernel,
+    query: jax.Array,
+    keys: tuple[jax.Array, ...],
+    values: tuple[jax.Array, ...],
+    ranges: jax.Array,
+    valid: jax.Array,
+) -> jax.Array:
+    """`_on_device` on every device's share: queries over `fsdp`, heads over `tensor`.
+
+    Keys come split over `fsdp` and are gathered here, part by part: the transpose of that is the
+    reduce-scatter of their gradients, whatever the partitioner would have made of it.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
-        return _on_device(kernel, *arrays)
+        return _on_device(kernel, query, _joined(keys), _joined(values), ranges, valid)
+
+    def share(kernel: Any, query: jax.Array, keys: Any, values: Any, *masks: jax.Array) -> Any:
+        keys, values = jax.tree.map(
+            lambda x: jax.lax.all_gather(x, FSDP, axis=2, tiled=True), (keys, values)
+        )
+        return _on_device(kernel, query, _joined(keys), _joined(values), *masks)
+
     spec = PartitionSpec
-    queries, keys = spec(None, TENSOR, None, FSDP, None), spec(None, TENSOR, None, None)
+    queries, parts = spec(None, TENSOR, None, FSDP, None), spec(None, TENSOR, FSDP, None)
     # Block masks are [1, blocks of queries, blocks of keys], the sequence of queries is [T].
     split = jax.tree.map(lambda x: spec(None, FSDP, None) if x.ndim == 3 else spec(FSDP), kernel)
     return jax.shard_map(
-        _on_device,
-        in_specs=(split, queries, keys, keys, spec(None, FSDP), spec(None, None)),
+        share,
+        in_specs=(split, queries, parts, parts, spec(None, FSDP), spec(None, None)),
         out_specs=queries,
         axis_names=set(mesh.axis_names) - set(mesh.manual_axes),
         check_vma=False,
-    )(kernel, *arrays)
+    )(kernel, query, keys, values, ranges, valid)
+
+
+def _joined(parts: tuple[jax.Array, ...]) -> jax.Array:
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=2)  # [B, K, S, H]
 
 
 def _on_device(

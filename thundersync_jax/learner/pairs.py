@@ -1,0 +1,85 @@
+"""`Pairs`: the pool of group sums (G1, G2), on the device or in pinned host memory between calls.
+
+A pair index is an array over all replicas; on each of them it may belong to another group. A call
+reaches `pairs_per_call` indices, which are on the device then; with `in_host_memory` the others lie
+in the host's memory and are moved when a call needs them, the least recently used one making room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import jax
+
+from thundersync_jax.learner.streaming import Params
+
+
+class Pairs:
+    """Owns the accumulators of all pairs.
+
+    Args:
+      make: one zero accumulator on the device.
+      size: pair indices.
+      per_call: indices that every call takes.
+      in_host_memory: keep those that no call has just used in pinned host memory.
+    """
+
+    def __init__(
+        self, make: Callable[[], Params], *, size: int, per_call: int, in_host_memory: bool
+    ) -> None:
+        self._make = make
+        self._size = size
+        self._per_call = per_call
+        self._in_host_memory = in_host_memory
+        self._pairs: list[tuple[Params, Params]] = []
+        self._used: list[int] = []  # indices on the device, the least recently used first
+        self.num_moved = 0
+
+    def clear(self) -> None:
+        """Begins with zeros again."""
+        self._pairs, self._used = [], []
+        for index in range(self._size):
+            self._pairs.append((self._make(), self._make()))
+            self._used.append(index)
+            self._make_room()
+
+    def reach(self, wanted: Sequence[int]) -> tuple[list[int], tuple[Params, ...]]:
+        """The indices of a call, filled up with others to `per_call`, and G1, G2 of each in turn.
+
+        They are the caller's to donate, until `put`.
+        """
+        rest = [i for i in reversed(self._used) if i not in wanted]
+        rest += [i for i in range(self._size) if i not in wanted and i not in rest]
+        reached = sorted([*wanted, *rest[: self._per_call - len(wanted)]])
+        for index in reached:
+            if index in self._used:
+                self._used.remove(index)
+            else:
+                self._pairs[index] = _move(self._pairs[index], "device")
+                self.num_moved += 1
+            self._used.append(index)
+        self._make_room()
+        return reached, tuple(acc for index in reached for acc in self._pairs[index])
+
+    def put(self, reached: Sequence[int], accumulators: Sequence[Params]) -> None:
+        """Takes the results of the call back."""
+        for at, index in enumerate(reached):
+            self._pairs[index] = (accumulators[2 * at], accumulators[2 * at + 1])
+
+    def _make_room(self) -> None:
+        while self._in_host_memory and len(self._used) > self._per_call:
+            index = self._used.pop(0)
+            self._pairs[index] = _move(self._pairs[index], "pinned_host")
+            self.num_moved += 1
+
+
+def _move(pair: tuple[Params, Params], memory_kind: str) -> tuple[Params, Params]:
+    """Copies leaf by leaf, each freed before the next; JAX donates within one memory only."""
+
+    def move(x: jax.Array) -> jax.Array:
+        moved = jax.device_put(x, x.sharding.with_memory_kind(memory_kind))
+        moved.block_until_ready()
+        x.delete()
+        return moved
+
+    return jax.tree.map(move, pair)
