@@ -8,13 +8,16 @@ no prompt. The update itself is the same for all and left out, except in the tai
 from __future__ import annotations
 
 import dataclasses
+import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
+from thundersync_jax.benchmarks import schedule
 from thundersync_jax.benchmarks.report import Report
 from thundersync_jax.config_sections import LearnerSection, OptimizerSection
 from thundersync_jax.learner.buckets import Example, make_example
@@ -29,6 +32,8 @@ from thundersync_jax.trajectory import TrajectoryBuilder, TrajectoryTokens
 GROUP_SIZE, OWN_TOKENS, LONG_PROMPT, SHORT_PROMPT = 8, 256, 256, 16
 NUM_PAIRED = 7
 SPACING = 1.2  # arrivals for the tails, in gradients of one trajectory
+GRADER_GRADIENTS = 6.0  # a slow grader, in the same unit
+SHORT_TOKENS = 48  # own tokens of the trajectories that are packed
 
 
 def model() -> TransformerConfig:
@@ -44,14 +49,17 @@ def model() -> TransformerConfig:
     )
 
 
-def make_learner(*, prompt_buckets: tuple[int, ...]) -> Learner:
-    config = LearnerSection(
-        buckets=(256, 512),
-        tokens_per_step=2048,
-        pool_size=1,
-        prompt_buckets=prompt_buckets,
-        prompt_slots=1,
-        max_logprob_gap=1e9,
+def make_learner(**changes: Any) -> Learner:
+    config = dataclasses.replace(
+        LearnerSection(
+            buckets=(256, 512),
+            tokens_per_step=2048,
+            pool_size=1,
+            pairs_per_call=1,
+            prompt_slots=1,
+            max_logprob_gap=1e9,
+        ),
+        **changes,
     )
     learner = Learner(config, OptimizerSection(), model(), init_params(model(), 0))
     learner.warm_up()
@@ -67,13 +75,13 @@ class Workload:
     rewards: tuple[float, ...]
 
 
-def workload(prompt_tokens: int, size: int = GROUP_SIZE) -> Workload:
+def workload(prompt_tokens: int, size: int = GROUP_SIZE, own_tokens: int = OWN_TOKENS) -> Workload:
     rng = np.random.default_rng(0)
 
     def trajectory() -> TrajectoryTokens:
         builder = TrajectoryBuilder()
-        ids = rng.integers(0, 512, OWN_TOKENS).tolist()
-        builder.append_action(ids, [-6.0] * OWN_TOKENS, [0] * OWN_TOKENS)
+        ids = rng.integers(0, 512, own_tokens).tolist()
+        builder.append_action(ids, [-6.0] * own_tokens, [0] * own_tokens)
         return builder.build()
 
     return Workload(
@@ -125,57 +133,122 @@ def make_reference(load: Workload) -> Callable[[], float]:
     return run
 
 
-def tail(learner: Learner, size: int, gradient_s: float) -> float:
-    """Seconds from the last of `size` rewards to the new weights, arrivals SPACING apart."""
-    load = workload(LONG_PROMPT, size)
+def tail(
+    learner: Learner, load: Workload, gradient_s: float, *, grader_gradients: float = 0.0
+) -> float:
+    """Seconds from the last reward to the new weights.
+
+    Args:
+      gradient_s: of one trajectory; contents arrive SPACING of it apart.
+      grader_gradients: what a verdict takes after its content, in gradients.
+    """
+    size = len(load.rewards)
     group = learner.open_group("t", load.prompt, size)
+    events = [(SPACING * i, "content", i) for i in range(size)]
+    events += [(SPACING * i + grader_gradients, "verdict", i) for i in range(size)]
     began_s = time.perf_counter()
-    for index, (tokens, reward) in enumerate(zip(load.trajectories, load.rewards, strict=True)):
-        due_s = began_s + index * SPACING * gradient_s
-        while time.perf_counter() < due_s:
+    for due, kind, index in sorted(events):
+        while time.perf_counter() < began_s + due * gradient_s:
             if learner.work(max_steps=1) == 0:
-                time.sleep(max(0.0, min(1e-3, due_s - time.perf_counter())))
-        learner.add_trajectory(group, index, tokens)
-        learner.set_reward(group, index, reward)
+                time.sleep(1e-3)
+        if kind == "content":
+            learner.add_trajectory(group, index, load.trajectories[index])
+        else:
+            learner.set_reward(group, index, load.rewards[index])
     last_s = time.perf_counter()
     learner.update()
     return time.perf_counter() - last_s
 
 
+def medians(timed: dict[str, Callable[[], float]], repetitions: int) -> dict[str, list[float]]:
+    """Seconds of each, taken in turn; the first round is warm-up."""
+    rounds = [{name: measure() for name, measure in timed.items()} for _ in range(repetitions + 1)]
+    return {name: [r[name] for r in rounds[1:]] for name in timed}
+
+
+def ratio(times: dict[str, list[float]], over: str, under: str) -> float:
+    """Median of the paired ratios."""
+    pairs = zip(times[over], times[under], strict=True)
+    return statistics.median(a / b for a, b in pairs)
+
+
 def run() -> Report:
     """Medians over paired repetitions."""
     long, short = workload(LONG_PROMPT), workload(SHORT_PROMPT)
-    sharing, plain = make_learner(prompt_buckets=(256,)), make_learner(prompt_buckets=())
-    reference = make_reference(long)
-    timed: dict[str, Callable[[], float]] = {
-        "reference": reference,
-        "stream": lambda: work_s(sharing, long, is_streamed=True),
-        "barrier": lambda: work_s(sharing, long, is_streamed=False),
-        "barrier_unshared": lambda: work_s(plain, long, is_streamed=False),
-        "stream_short": lambda: work_s(plain, short, is_streamed=True),
-        "barrier_short": lambda: work_s(plain, short, is_streamed=False),
-    }
-    rounds = [{name: measure() for name, measure in timed.items()} for _ in range(NUM_PAIRED + 1)]
-
-    def ratio(over: str, under: str) -> float:
-        return statistics.median(r[over] / r[under] for r in rounds[1:])
-
-    gradient_s = statistics.median(r["stream"] for r in rounds[1:]) / GROUP_SIZE
-    tails = {
-        size: statistics.median(tail(sharing, size, gradient_s) for _ in range(3))
-        for size in (16, 64)
-    }
-    return Report(
-        benchmark="learner",
-        config={"group_size": GROUP_SIZE, "shared": LONG_PROMPT, "own": OWN_TOKENS},
-        results={
-            "stream_over_reference": ratio("stream", "reference"),
-            "stream_over_barrier": ratio("stream", "barrier"),
-            "stream_over_barrier_short_prompt": ratio("stream_short", "barrier_short"),
-            "barrier_tokens_over_reference_tokens": ratio("reference", "barrier_unshared"),
-            "reference_s": statistics.median(r["reference"] for r in rounds[1:]),
-            "tail_s_16": tails[16],
-            "tail_s_64": tails[64],
-            "num_programs": sharing.warm_up(),
+    sharing, plain = make_learner(prompt_buckets=(256,)), make_learner()
+    times = medians(
+        {
+            "reference": make_reference(long),
+            "stream": lambda: work_s(sharing, long, is_streamed=True),
+            "barrier": lambda: work_s(sharing, long, is_streamed=False),
+            "barrier_unshared": lambda: work_s(plain, long, is_streamed=False),
+            "stream_short": lambda: work_s(plain, short, is_streamed=True),
+            "barrier_short": lambda: work_s(plain, short, is_streamed=False),
         },
+        NUM_PAIRED,
     )
+    spread = sorted(s / b for s, b in zip(times["stream"], times["barrier"], strict=True))
+    results: dict[str, Any] = {
+        "stream_over_reference": ratio(times, "stream", "reference"),
+        "stream_over_barrier": ratio(times, "stream", "barrier"),
+        "stream_over_barrier_quartiles": [spread[len(spread) // 4], spread[-1 - len(spread) // 4]],
+        "stream_over_barrier_short_prompt": ratio(times, "stream_short", "barrier_short"),
+        "barrier_tokens_over_reference_tokens": ratio(times, "reference", "barrier_unshared"),
+        "reference_s": statistics.median(times["reference"]),
+        "num_programs": sharing.warm_up(),
+        "lane_fill": float(np.median([schedule.stream_step(s, 1.0).lane_fill for s in range(9)])),
+    }
+    gradient_s = statistics.median(times["stream"]) / GROUP_SIZE
+    results |= tails(sharing, gradient_s) | packing()
+    results |= ahead(plain, statistics.median(times["stream_short"]) / GROUP_SIZE)
+    config = {"group_size": GROUP_SIZE, "shared": LONG_PROMPT, "own": OWN_TOKENS}
+    return Report(benchmark="learner", config=config, results=results)
+
+
+def tails(learner: Learner, gradient_s: float) -> dict[str, float]:
+    """The tail does not grow with the batch."""
+    times = medians(
+        {
+            f"tail_s_{size}": functools.partial(
+                tail, learner, workload(LONG_PROMPT, size), gradient_s
+            )
+            for size in (16, 64)
+        },
+        3,
+    )
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+def ahead(learner: Learner, gradient_s: float) -> dict[str, float]:
+    """What gradients ahead of verdicts save when a grader takes as long as 6 gradients."""
+    without = make_learner(held_gradients=0, buckets=(512,))
+    load = workload(SHORT_PROMPT)
+    times = medians(
+        {
+            "ahead": lambda: tail(learner, load, gradient_s, grader_gradients=GRADER_GRADIENTS),
+            "stream": lambda: tail(without, load, gradient_s, grader_gradients=GRADER_GRADIENTS),
+        },
+        NUM_PAIRED,
+    )
+    return {
+        "slow_grader_tail_s": statistics.median(times["stream"]),
+        "slow_grader_ahead_tail_s": statistics.median(times["ahead"]),
+        "ahead_tail_over_stream_tail": ratio(times, "ahead", "stream"),
+    }
+
+
+def packing() -> dict[str, float]:
+    """Eight short trajectories whose rewards are known: in one lane, and in eight."""
+    load = workload(SHORT_PROMPT, own_tokens=SHORT_TOKENS)
+    bucket = SHORT_PROMPT + SHORT_TOKENS
+    ladder = {"buckets": (bucket, GROUP_SIZE * bucket), "held_gradients": 0}
+    packed = make_learner(**ladder, pack_tokens=GROUP_SIZE * bucket)
+    scanned = make_learner(**ladder)
+    times = medians(
+        {
+            "packed": lambda: work_s(packed, load, is_streamed=False),
+            "scanned": lambda: work_s(scanned, load, is_streamed=False),
+        },
+        NUM_PAIRED,
+    )
+    return {"packed_over_scanned": ratio(times, "packed", "scanned")}

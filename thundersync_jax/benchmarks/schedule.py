@@ -38,21 +38,36 @@ class Arrivals:
 
 def run() -> Report:
     """Median step time in horizons over seeds, streamed, for each learner-to-rollout ratio."""
-    stream = {ratio: [stream_time(seed, ratio) for seed in range(NUM_SEEDS)] for ratio in RATIOS}
+    steps = {ratio: [stream_step(seed, ratio) for seed in range(NUM_SEEDS)] for ratio in RATIOS}
+    stream = {ratio: [step.horizons for step in found] for ratio, found in steps.items()}
     results = {f"stream_{ratio:g}": float(np.median(times)) for ratio, times in stream.items()}
     results |= {f"barrier_{ratio:g}": 1.0 + ratio for ratio in RATIOS}
     spread = {f"stream_{ratio:g}_max": float(max(times)) for ratio, times in stream.items()}
+    spread["lane_fill"] = float(np.median([step.lane_fill for step in steps[1.0]]))
     config = {"replicas": NUM_REPLICAS, "groups": NUM_GROUPS, "group_size": GROUP_SIZE} | {
         "pairs": NUM_PAIRS
     }
     return Report(benchmark="schedule", config=config, results=results | spread)
 
 
-def stream_time(seed: int, ratio: float) -> float:
-    """Horizons until everything is folded and closed, when work runs as rewards arrive."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Step:
+    """What a simulated step came to.
+
+    Attributes:
+      horizons: until everything is folded and closed.
+      lane_fill: tokens over padded tokens of all replicas, lanes that wait for the longest counted.
+    """
+
+    horizons: float
+    lane_fill: float
+
+
+def stream_step(seed: int, ratio: float) -> Step:
+    """A step whose work runs as rewards arrive."""
     arrivals = draw(seed)
     barrier = simulate(dataclasses.replace(arrivals, times=np.zeros_like(arrivals.times)), 1.0)
-    return simulate(arrivals, ratio / barrier)
+    return simulate(arrivals, ratio / barrier.horizons)
 
 
 def draw(seed: int) -> Arrivals:
@@ -63,8 +78,8 @@ def draw(seed: int) -> Arrivals:
     return Arrivals(times=times / times.max(), lengths=lengths.astype(int))
 
 
-def simulate(arrivals: Arrivals, seconds_per_token: float) -> float:
-    """Time until the last group is closed."""
+def simulate(arrivals: Arrivals, seconds_per_token: float) -> Step:
+    """Runs the schedule until the last group is closed."""
     schedule = Schedule(
         num_replicas=NUM_REPLICAS,
         num_pairs=NUM_PAIRS,
@@ -76,7 +91,7 @@ def simulate(arrivals: Arrivals, seconds_per_token: float) -> float:
     )
     groups = [open_group(schedule, group) for group in range(NUM_GROUPS)]
     order = np.argsort(arrivals.times, kind="stable")
-    now, arrived = 0.0, 0
+    now, arrived, padded = 0.0, 0, 0
     while True:
         while arrived < len(order) and arrivals.times[order[arrived]] <= now:
             group, index = divmod(int(order[arrived]), GROUP_SIZE)
@@ -87,13 +102,14 @@ def simulate(arrivals: Arrivals, seconds_per_token: float) -> float:
             if isinstance(work, FoldWork):
                 lanes = max(len(filled) for filled in work.replicas)
                 now += lanes * work.bucket * seconds_per_token
+                padded += lanes * work.bucket * NUM_REPLICAS
             else:
                 assert isinstance(work, CloseWork)  # elementwise: small beside a backward pass
             schedule.mark_done(work)
         elif arrived < len(order):
             now = float(arrivals.times[order[arrived]])
         else:
-            return now
+            return Step(horizons=now, lane_fill=float(arrivals.lengths.sum()) / padded)
 
 
 def open_group(schedule: Schedule, group_id: int) -> Group:

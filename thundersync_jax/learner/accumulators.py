@@ -63,6 +63,7 @@ class Accumulators:
             ],
             self._programs.lanes_per_call(work.bucket),
             work.bucket,
+            self._programs.placement.scalar_dtype,
         )
         shape = (self._programs.num_replicas, len(buffers), lanes.tokens.shape[1])
         coefficients = np.zeros(shape)

@@ -51,7 +51,8 @@ class Lanes(struct.PyTreeNode):
       tokens, targets: int32 [R, K, T].
       positions: int32 [R, K, T]; the first of every trajectory is the length of its prefix.
       segment_ids: int32 [R, K, T]; 1, 2, ... for the trajectories of a lane, 0 for padding.
-      weights, behavior_logprobs: float32 [R, K, T].
+      weights: [R, K, T] in at least float32: a packed lane's hold its advantages too.
+      behavior_logprobs: float32 [R, K, T].
       action_mask: bool [R, K, T]; the target is an action token.
       prefix_length: int32 [R, K].
       slot: int32 [R, K]; the prompt slot of the lane's group, if it has a prefix.
@@ -94,7 +95,7 @@ class LaneItem:
 
     Attributes:
       examples: of one prefix; more than one are packed.
-      scales: factors of their token weights, float32.
+      scales: factors of their token weights.
     """
 
     examples: tuple[Example, ...]
@@ -144,7 +145,12 @@ def lanes_per_call(tokens_per_step: int, bucket: int) -> int:
     return max(1, tokens_per_step // bucket)
 
 
-def pad_lanes(replicas: Sequence[Sequence[LaneItem]], lanes_per_call: int, bucket: int) -> Lanes:
+def pad_lanes(
+    replicas: Sequence[Sequence[LaneItem]],
+    lanes_per_call: int,
+    bucket: int,
+    weight_dtype: Any = np.float32,
+) -> Lanes:
     """Pads every replica's lanes, at most `lanes_per_call` of at most `bucket` positions."""
     longest = max(len(items) for items in replicas)
     if longest > lanes_per_call:
@@ -160,7 +166,7 @@ def pad_lanes(replicas: Sequence[Sequence[LaneItem]], lanes_per_call: int, bucke
         targets=zeros(*shape, bucket),
         positions=zeros(*shape, bucket),
         segment_ids=zeros(*shape, bucket),
-        weights=zeros(*shape, bucket, dtype=np.float32),
+        weights=zeros(*shape, bucket, dtype=weight_dtype),
         behavior_logprobs=zeros(*shape, bucket, dtype=np.float32),
         action_mask=zeros(*shape, bucket, dtype=np.bool_),
         prefix_length=zeros(*shape),
@@ -184,7 +190,7 @@ def _fill_lane(lanes: Any, lane: tuple[int, int], item: LaneItem) -> None:
         lanes.targets[part] = example.targets
         lanes.positions[part] = example.prefix_length + np.arange(example.num_positions)
         lanes.segment_ids[part] = number
-        lanes.weights[part] = example.weights * np.float32(scale)
+        lanes.weights[part] = example.weights * lanes.weights.dtype.type(scale)
         lanes.behavior_logprobs[part] = example.behavior_logprobs
         lanes.action_mask[part] = example.weights != 0
         begin = end

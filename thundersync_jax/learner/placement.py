@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from thundersync_jax import sharding
 from thundersync_jax.learner import streaming
-from thundersync_jax.learner.buckets import pad_lanes, pad_prompts
+from thundersync_jax.learner.buckets import LaneItem, pad_lanes, pad_prompts
 from thundersync_jax.model.presets import TransformerConfig
 from thundersync_jax.model.transformer import abstract_params, logical_axes
 
@@ -79,7 +79,8 @@ class Placement:
         return self._struct(np.zeros((), self.scalar_dtype), PartitionSpec())
 
     def lanes(self, lanes_per_call: int, bucket: int) -> Any:
-        return self.local(pad_lanes([[]] * self.num_replicas, lanes_per_call, bucket))
+        empty: list[list[LaneItem]] = [[]] * self.num_replicas
+        return self.local(pad_lanes(empty, lanes_per_call, bucket, self.scalar_dtype))
 
     def prompts(self, bucket: int) -> Any:
         return self.local(pad_prompts([None] * self.num_replicas, bucket))
