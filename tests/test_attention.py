@@ -11,7 +11,8 @@ import pytest
 from eight_devices import on_eight_devices
 
 from thundersync_jax.model import transformer
-from thundersync_jax.model.attention import attend, packed_mask
+from thundersync_jax.model.attention import Packed, attend, packed_mask
+from thundersync_jax.model.embedding import look_up
 from thundersync_jax.model.kv_cache import KeysValues
 from thundersync_jax.model.presets import ModelError, TransformerConfig
 from thundersync_jax.model.splash import MAX_LENGTH, splash, visible, wants_splash
@@ -76,7 +77,9 @@ def test_the_kernel_equals_plain_attention(
         return splash(query, *own, seen, ahead)
 
     def plain(*arrays: jax.Array) -> jax.Array:
-        return attend(*arrays, packed_mask(offsets(segment_ids), segment_ids, before))
+        positions = offsets(segment_ids)
+        keys = Packed(positions=positions, segment_ids=segment_ids, prefix_valid=before)
+        return attend(*arrays, packed_mask(keys))
 
     def with_gradients(function: object, *arrays: jax.Array) -> list[jax.Array]:
         output, pull_back = jax.vjp(jax.jit(function), *arrays)
@@ -138,6 +141,13 @@ def test_on_a_mesh_it_is_the_same_function_and_replicas_do_not_communicate() -> 
 
 def test_a_split_embedding_has_the_rows_and_the_gradient_of_a_whole_one() -> None:
     assert max(on_eight_devices("look_up")) < 1e-5
+
+
+def test_a_row_taken_often_gets_the_sum_of_its_gradients() -> None:
+    """In bfloat16, where adding one to 256 changes nothing."""
+    table, tokens = jnp.ones((3, 2), jnp.bfloat16), jnp.ones((1, 1000), jnp.int32)
+    gradient = jax.grad(lambda table: jnp.sum(look_up(table, tokens).astype(jnp.float32)))(table)
+    np.testing.assert_array_equal(gradient, np.array([[0, 0], [1000, 1000], [0, 0]]))
 
 
 def test_the_kernel_is_chosen_by_name_or_by_the_platform() -> None:

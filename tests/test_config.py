@@ -46,7 +46,7 @@ def test_a_mistyped_key_names_its_neighbor():
         ({"evaluation__every_steps": -1}, "evaluation.every_steps = -1: expected 0"),  # LESSONS 9
         ({"model__max_context": 65}, "learner.buckets = .* at least model.max_context = 65"),
         ({"learner__buckets": (32, 16)}, "learner.buckets = .*ascending"),
-        ({"learner__pool_size": -1}, "learner.pool_size = -1: expected 0 or more"),
+        ({"learner__pool_size": -2}, "learner.pool_size = -2: expected 0 or more"),
         ({"learner__tokens_per_step": 63}, "tokens_per_step = 63: expected at least the longest"),
         ({"learner__held_gradients": -1}, "learner.held_gradients = -1: expected 0 or more"),
         ({"learner__normalizer": "mean"}, "expected one of"),

@@ -113,7 +113,7 @@ class LearnerSection:
       mesh: devices along data, fsdp, tensor.
       pool_size: pairs (G1, G2) of every replica, each twice the parameters' size in float32; a
         group streams into one on every replica that runs it. 0 holds every group until its rewards
-        are known.
+        are known; -1 takes as many as fit, at most 32.
       pool_memory: "device", or "pinned_host": there the pairs that no call has just used lie in the
         host's memory, and pairs_per_call are on the device.
       buckets: padded trajectory lengths (prompt included), ascending; the last must hold
@@ -126,7 +126,8 @@ class LearnerSection:
       held_gradients: trajectories whose gradient each replica may compute ahead of their verdicts,
         when it would idle otherwise; each costs memory of the parameters' size in float32.
       prompt_buckets: padded lengths of shared prompts, ascending; none shares no prompt.
-      prompt_slots: shared prompts a replica can hold; a group without one shares none.
+      prompt_slots: shared prompts a replica can hold; a group without one shares none. -1 as in
+        pool_size; where both are -1 there is a slot for every pair.
       min_shared_tokens: a shorter prompt is run by every trajectory itself.
       normalizer: "token_mean" divides by the action tokens that arrived; "trajectory_mean" gives
         every trajectory weight 1/length and divides by the trajectories that arrived.
@@ -155,7 +156,11 @@ class LearnerSection:
 
     def __post_init__(self) -> None:
         check(len(self.mesh) == 3, "learner.mesh", self.mesh, "devices along data, fsdp, tensor")
-        check(self.pool_size >= 0, "learner.pool_size", self.pool_size, "0 or more buffers")
+        expected = "0 or more buffers, or -1 for as many as fit"
+        check(self.pool_size >= -1, "learner.pool_size", self.pool_size, expected)
+        is_number = self.prompt_slots >= 1 or self.prompt_slots == -1
+        expected = "at least 1, or -1 for as many as fit"
+        check(is_number, "learner.prompt_slots", self.prompt_slots, expected)
         is_ladder = (
             bool(self.buckets)
             and list(self.buckets) == sorted(set(self.buckets))
@@ -165,7 +170,7 @@ class LearnerSection:
         check_choice("learner.pool_memory", self.pool_memory, ("device", "pinned_host"))
         for key in ("held_gradients", "pack_tokens"):
             check(getattr(self, key) >= 0, f"learner.{key}", getattr(self, key), "0 or more")
-        for key in ("pairs_per_call", "prompt_slots", "min_shared_tokens"):
+        for key in ("pairs_per_call", "min_shared_tokens"):
             check(getattr(self, key) >= 1, f"learner.{key}", getattr(self, key), "at least 1")
         check(
             self.tokens_per_step >= self.buckets[-1],

@@ -8,7 +8,9 @@ and closes the parts.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
+import math
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,6 +32,7 @@ from thundersync_jax.rollout.chat import Tokenizer, word_tokenizer
 from thundersync_jax.rollout.rollout import RolloutRunner
 from thundersync_jax.sandbox.base import SandboxPool, SelfTestReport
 from thundersync_jax.sandbox.selection import open_pool
+from thundersync_jax.serving.decode_state import empty_state
 from thundersync_jax.serving.engine import PolicyEngine
 from thundersync_jax.serving.worker import ServingWorker
 from thundersync_jax.sharding import MeshShape, make_mesh
@@ -84,6 +87,7 @@ async def build(config: RunConfig, workdir: WorkDirectory) -> Runtime:
     for task in (*train_tasks, *eval_tasks):
         _check_prompt(task, tokenizer.encode(suite.prompt(task)), config.model.max_context)
     sandboxes, sandbox_report = await open_pool(config.sandbox)
+    engine = PolicyEngine(model, config.serving, config.model.max_context)
     learner = Learner(
         config.learner,
         config.optimizer,
@@ -92,8 +96,8 @@ async def build(config: RunConfig, workdir: WorkDirectory) -> Runtime:
         mesh=make_learner_mesh(config, model),
         temperature=config.sampling.temperature,
         logprob_chunk=config.model.logprob_chunk,
+        reserved_bytes=_serving_bytes(engine),
     )
-    engine = PolicyEngine(model, config.serving, config.model.max_context)
     return Runtime(
         config=config,
         workdir=workdir,
@@ -145,6 +149,16 @@ def make_learner_mesh(config: RunConfig, model: TransformerConfig) -> Mesh:
     shape = MeshShape(data=data, fsdp=fsdp, tensor=tensor)
     check_divisible(shape, model, (*config.learner.buckets, *config.learner.prompt_buckets))
     return make_mesh(shape, jax.devices()[: shape.num_devices])
+
+
+def _serving_bytes(engine: PolicyEngine) -> int:
+    """Of the engine's copy of the weights, and of its slots."""
+    sizes = (engine.serving.num_slots, engine.row_length)
+    state = jax.eval_shape(functools.partial(empty_state, engine.config, *sizes))
+    return sum(
+        math.prod(x.shape) * x.dtype.itemsize
+        for x in jax.tree.leaves((engine.weights.abstract, state))
+    )
 
 
 def _tasks(

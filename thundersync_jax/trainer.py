@@ -111,7 +111,7 @@ class Trainer:
             stack.callback(self._compiles.close)
             self._progress.message(
                 f"ready in {time.monotonic() - began_s:.1f} s: {num_programs} learner programs, "
-                f"{runtime.learner.memory.resident_bytes / 1e6:.0f} MB of buffers a device, "
+                f"{runtime.learner.memory.describe()}, "
                 f"at step {self._position.num_steps} of {self._config.run.num_steps}"
             )
             journal = Journal(runtime.workdir.events, time.monotonic)

@@ -19,6 +19,7 @@ Which work is released when (stream or barrier) is the caller's decision: in bar
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Sequence
@@ -31,10 +32,10 @@ from thundersync_jax.config_sections import LearnerSection, OptimizerSection
 from thundersync_jax.learner.accumulators import Accumulators
 from thundersync_jax.learner.buckets import bucket_of, make_example
 from thundersync_jax.learner.groups import Group, LearnerError, Member, Stage
-from thundersync_jax.learner.memory import check_fits, plan_memory
+from thundersync_jax.learner.memory import check_programs, plan_memory, room_of
 from thundersync_jax.learner.optimizer import learning_rate_schedule, make_optimizer
 from thundersync_jax.learner.pairs import Pairs
-from thundersync_jax.learner.programs import Programs, program_names, shapes_of
+from thundersync_jax.learner.programs import Programs, program_names
 from thundersync_jax.learner.schedule import Schedule
 from thundersync_jax.learner.statistics import (
     NonFiniteGradientError,
@@ -73,13 +74,14 @@ class Learner:
         mesh: Mesh | None = None,
         temperature: float = 1.0,
         logprob_chunk: int = 16384,
+        reserved_bytes: int = 0,
     ) -> None:
         """Takes `params` over: they are donated to the first update, so the caller keeps none.
 
         Args:
           mesh: axes data, fsdp, tensor; the first device alone by default.
+          reserved_bytes: of every device, for others.
         """
-        self._config = config
         self._vocab_size = model.vocab_size
         self._rates = learning_rate_schedule(optimizer)
         settings = ScoreSettings(
@@ -88,11 +90,12 @@ class Learner:
             tis_cap=config.tis_cap,
             logprob_chunk=logprob_chunk,
         )
-        shapes = shapes_of(config)
         mesh = mesh or make_mesh(MeshShape(), jax.devices()[:1])
-        programs = self._programs = Programs(settings, make_optimizer(optimizer), mesh, shapes)
-        self.memory = plan_memory(programs.placement, config)
-        check_fits(self.memory, config, mesh.devices.flat[0])
+        room = room_of(mesh.devices.flat[0], reserved_bytes)
+        make = functools.partial(Programs, settings, make_optimizer(optimizer), mesh)
+        self.memory, programs = plan_memory(config, room, make)
+        config, shapes = self.memory.config, programs.shapes
+        self._config, self._programs = config, programs
         master = jax.device_put(
             params, jax.tree.map(lambda x: x.sharding, programs.placement.master)
         )
@@ -206,6 +209,7 @@ class Learner:
         """Compiles every program ahead of time; returns how many there are."""
         self._rates(0)
         self._programs.warm_up(program_names(self._config))
+        self.memory = check_programs(self.memory, self._programs.temporaries())
         return self._programs.num_programs
 
     def work(self, max_steps: int | None = None) -> int:

@@ -1,83 +1,302 @@
-"""What the learner keeps on every device, before anything is allocated.
+"""What the learner keeps on every device: planned before it is allocated, sized where asked.
 
-Programs need temporaries on top of it, which only the compiler knows; `topology.describe` reads
-them from a compiled program.
+`learner.pool_size` and `learner.prompt_slots` of -1 mean as many as fit. A group that streams uses
+a pair and a prompt slot on its replica, so both grow together. The largest programs are compiled
+for the most that could fit, for their temporaries are known to the compiler alone.
+
+`Learner` calls `plan_memory` in its constructor and `check_programs` when all is compiled. A device
+that states no limit refuses nothing. The CPU states none; -1 takes the host's memory there.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
 
 import jax
 
 from thundersync_jax.config_sections import LearnerSection
 from thundersync_jax.errors import UserError
 from thundersync_jax.learner.placement import Placement, device_bytes
+from thundersync_jax.learner.programs import (
+    Fold,
+    Name,
+    Programs,
+    PromptBackward,
+    Shapes,
+    Whole,
+    shapes_of,
+)
+
+MAX_GROUPS = 32  # that stream on one replica at a time: seldom more are open there
+HEADROOM = 0.95  # of a device for what was sized: fragments, arguments of calls, the runtime
+HOST_SHARE = 0.5  # of the host for pairs: checkpoints pass through it, and sandboxes run there
+
+# What can be lowered to make room, with the least it can be.
+_LEAST = {"pool_size": 0, "pairs_per_call": 1, "prompt_slots": 1, "held_gradients": 0}
 
 
 class MemoryPlanError(UserError, ValueError):
-    """The configured buffers do not fit: the numbers, and the pool that would."""
+    """The buffers or a program do not fit: the numbers, and what would."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MemoryPlan:
+class Room:
+    """Memory that one device offers.
+
+    Attributes:
+      device_bytes: what the device has; None where nobody says.
+      reserved_bytes: others' part of it, such as the serving engine's.
+      host_bytes: what pairs may take of the host's memory.
+      is_host: the device computes in the host's memory (the CPU): both are one.
+    """
+
+    device_bytes: int | None
+    reserved_bytes: int = 0
+    host_bytes: int = 0
+    is_host: bool = False
+
+
+def room_of(device: jax.Device, reserved_bytes: int = 0) -> Room:
+    """As the device states it; devices of one host share the host's memory equally."""
+    stated = (device.memory_stats() or {}).get("bytes_limit")
+    host_bytes = _host_bytes() // jax.local_device_count()
+    is_host = stated is None and device.platform == "cpu"
+    return Room(
+        device_bytes=host_bytes if is_host else stated,
+        reserved_bytes=reserved_bytes,
+        host_bytes=int(HOST_SHARE * host_bytes),
+        is_host=is_host,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sizes:
     """Bytes on one device.
 
     Attributes:
       state_bytes: parameters, the optimizer's copy of them where it is another, and its moments.
-      batch_bytes: the batch sum.
-      pairs_bytes: all pairs (G1, G2) of the pool.
-      held_bytes: all gradients held ahead of their verdicts.
-      slots_bytes: shared prompts with their adjoints.
+      accumulator_bytes: one sum of gradients; a pair (G1, G2) is two.
+      slot_bytes: one shared prompt with its adjoints; 0 where none is shared.
     """
 
     state_bytes: int
-    batch_bytes: int
-    pairs_bytes: int
-    held_bytes: int
-    slots_bytes: int
+    accumulator_bytes: int
+    slot_bytes: int
+
+
+def sizes_of(placement: Placement) -> Sizes:
+    master = 0 if placement.is_master_shared else device_bytes(placement.master)
+    slots = placement.slots
+    return Sizes(
+        state_bytes=device_bytes(placement.params) + master + device_bytes(placement.opt_state),
+        accumulator_bytes=device_bytes(placement.accumulator),
+        slot_bytes=0 if slots is None else device_bytes(slots) // slots.kv.keys.shape[1],
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """The buffers of one configuration, in bytes of one device.
+
+    Attributes:
+      config: with numbers in place of -1.
+      program, program_bytes: the largest program, and its temporaries; "" and 0 until compiled.
+    """
+
+    config: LearnerSection
+    sizes: Sizes
+    room: Room
+    program: str = ""
+    program_bytes: int = 0
+
+    @property
+    def num_device_pairs(self) -> int:
+        is_on_device = self.config.pool_memory == "device"
+        size = self.config.pool_size
+        return size if is_on_device else min(size, self.config.pairs_per_call)
+
+    @property
+    def num_slots(self) -> int:
+        """Prompt slots; every held gradient has one for its prompt's share."""
+        has_slots = bool(self.config.prompt_buckets)
+        return self.config.prompt_slots + self.config.held_gradients if has_slots else 0
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """What stays on the device."""
+        accumulator, held = self.sizes.accumulator_bytes, self.config.held_gradients
+        return {
+            "state": self.sizes.state_bytes,
+            "batch sum": accumulator,
+            "pairs": 2 * self.num_device_pairs * accumulator,
+            "held gradients": held * accumulator,
+            "prompt slots": self.num_slots * self.sizes.slot_bytes,
+        }
 
     @property
     def resident_bytes(self) -> int:
-        return sum(dataclasses.astuple(self))
+        return sum(self.parts.values())
+
+    @property
+    def host_bytes(self) -> int:
+        """The pairs in pinned host memory."""
+        num_pairs = self.config.pool_size - self.num_device_pairs
+        return 2 * num_pairs * self.sizes.accumulator_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most on the device at once."""
+        return self.resident_bytes + self.program_bytes
+
+    @property
+    def fits(self) -> bool:
+        room = self.room
+        if room.device_bytes is None:
+            return True
+        free_bytes = room.device_bytes - room.reserved_bytes
+        if room.is_host:
+            return self.peak_bytes + self.host_bytes <= free_bytes
+        return self.peak_bytes <= free_bytes and self.host_bytes <= room.host_bytes
+
+    def describe(self) -> str:
+        """For people, in one line."""
+        slots = f", {self.config.prompt_slots} prompt slots" if self.num_slots else ""
+        host = f", {_mb(self.host_bytes)} in the host" if self.host_bytes else ""
+        return (
+            f"{_mb(self.resident_bytes)} of buffers a device{host} "
+            f"({self.config.pool_size} pairs{slots}) and "
+            f"{_mb(self.program_bytes)} for the largest program"
+        )
 
 
-def plan_memory(placement: Placement, config: LearnerSection) -> MemoryPlan:
-    """What a learner with this configuration keeps."""
-    params, master = device_bytes(placement.params), device_bytes(placement.master)
-    accumulator = device_bytes(placement.accumulator)
-    return MemoryPlan(
-        # Where the master lies as the parameters do, they are the same arrays.
-        state_bytes=params
-        + (0 if placement.is_master_shared else master)
-        + device_bytes(placement.opt_state),
-        batch_bytes=accumulator,
-        pairs_bytes=2 * config.pool_size * accumulator,
-        held_bytes=config.held_gradients * accumulator,
-        slots_bytes=device_bytes(placement.slots),
-    )
+def plan_memory(
+    config: LearnerSection, room: Room, make: Callable[[Shapes], Programs]
+) -> tuple[MemoryPlan, Programs]:
+    """The plan of a configuration, and its programs. Raises MemoryPlanError if it does not fit."""
+    most = _with_groups(config, MAX_GROUPS)
+    programs = make(shapes_of(most))
+    plan = MemoryPlan(config=most, sizes=sizes_of(programs.placement), room=room)
+    if most == config:
+        check_fits(plan)
+        return plan, programs
+    if room.device_bytes is None:
+        raise MemoryPlanError(
+            "this device does not say how much memory it has: give numbers for "
+            "learner.pool_size and learner.prompt_slots instead of -1"
+        )
+    programs.warm_up(_largest(most))
+    plan = fit(config, _with_largest(plan, programs.temporaries()))
+    return plan, programs if plan.config == most else make(shapes_of(plan.config))
 
 
-def check_fits(plan: MemoryPlan, config: LearnerSection, device: jax.Device) -> None:
-    """Raises MemoryPlanError when a device says that it has less. The CPU says nothing."""
-    limit_bytes = (device.memory_stats() or {}).get("bytes_limit")
-    if limit_bytes is None:
-        return
-    excess = plan.resident_bytes - limit_bytes
-    if excess <= 0:
-        return
-    pair_bytes = 2 * plan.batch_bytes
-    fitting = config.pool_size - -(-excess // pair_bytes)
-    remedy = (
-        f"learner.pool_size = {fitting} would fit"
-        if fitting >= 0
-        else "no pool fits: use more devices along fsdp or tensor, or a smaller model"
+def fit(config: LearnerSection, most: MemoryPlan) -> MemoryPlan:
+    """The largest plan for `config` that fits with headroom.
+
+    Args:
+      most: the plan for MAX_GROUPS, with its largest program.
+    """
+    room_bytes = most.room.device_bytes
+    assert room_bytes is not None
+    tight = dataclasses.replace(
+        most, room=dataclasses.replace(most.room, device_bytes=int(HEADROOM * room_bytes))
     )
-    parts = ", ".join(
-        f"{field.name.removesuffix('_bytes')} {getattr(plan, field.name) / 1e9:.3g}"
-        for field in dataclasses.fields(plan)
-    )
-    raise MemoryPlanError(
-        f"the learner would keep {plan.resident_bytes / 1e9:.3g} GB on every device ({parts}), "
-        f"which has {limit_bytes / 1e9:.3g} GB: {remedy}"
-    )
+    if most.sizes.state_bytes > most.program_bytes:  # a second state, next to all buffers
+        tight = dataclasses.replace(
+            tight, program="reading a checkpoint", program_bytes=most.sizes.state_bytes
+        )
+    for num_groups in range(MAX_GROUPS, 0, -1):
+        fitted = _with_groups(config, num_groups)
+        if dataclasses.replace(tight, config=fitted).fits:
+            return dataclasses.replace(most, config=fitted)
+    smallest = dataclasses.replace(tight, config=_with_groups(config, 1))
+    raise _refusal(smallest, f"not one group fits {HEADROOM:.0%} of a device: ")
+
+
+def check_fits(plan: MemoryPlan) -> None:
+    """Raises MemoryPlanError when a device that states a limit has less."""
+    if not plan.room.is_host and not plan.fits:
+        raise _refusal(plan)
+
+
+def check_programs(plan: MemoryPlan, temporaries: Mapping[Name, int]) -> MemoryPlan:
+    """The plan with its largest program. Raises MemoryPlanError if that does not fit on top."""
+    plan = _with_largest(plan, temporaries)
+    check_fits(plan)
+    return plan
+
+
+def _with_largest(plan: MemoryPlan, temporaries: Mapping[Name, int]) -> MemoryPlan:
+    name = max(temporaries, key=lambda name: temporaries[name])
+    label = name.value if isinstance(name, Whole) else name
+    return dataclasses.replace(plan, program=f"program {label}", program_bytes=temporaries[name])
+
+
+def _with_groups(config: LearnerSection, num_groups: int) -> LearnerSection:
+    """Buffers for so many groups wherever the configuration says -1."""
+    sized = [key for key in ("pool_size", "prompt_slots") if getattr(config, key) == -1]
+    numbers: dict[str, Any] = dict.fromkeys(sized, num_groups)
+    return dataclasses.replace(config, **numbers)
+
+
+def _largest(config: LearnerSection) -> list[Name]:
+    """One of these has the most temporaries: longer buckets have more, closing has less."""
+    prompts = config.prompt_buckets[-1:]
+    names: list[Name] = [Fold(max(prompts, default=0), config.buckets[-1])]
+    names += [PromptBackward(bucket) for bucket in prompts]
+    names += [Whole.BIND] if config.held_gradients else []
+    return [*names, Whole.UPDATE, Whole.GATHER]
+
+
+def _refusal(plan: MemoryPlan, why: str = "") -> MemoryPlanError:
+    room = plan.room
+    parts = ", ".join(f"{name} {_gb(size)}" for name, size in plan.parts.items() if size)
+    text = f"{why}the learner keeps {_gb(plan.resident_bytes)} on every device ({parts})"
+    if plan.program_bytes:
+        text += f", {plan.program} needs {_gb(plan.program_bytes)} more"
+    if room.device_bytes is not None:
+        text += f", and {_gb(room.device_bytes - room.reserved_bytes)} are there for it"
+    if room.reserved_bytes:
+        text += f" besides {_gb(room.reserved_bytes)} for serving"
+    if plan.host_bytes:
+        text += f"; its pairs in the host take {_gb(plan.host_bytes)}"
+        text += "" if room.is_host else f" of {_gb(room.host_bytes)}"
+    return MemoryPlanError(f"{text}: {_remedy(plan)}")
+
+
+def _remedy(plan: MemoryPlan) -> str:
+    """Every single change that would do; what else helps where none would."""
+    found = []
+    for key, least in _LEAST.items():
+        values = range(getattr(plan.config, key) - 1, least - 1, -1)
+        fitting = next((value for value in values if _changed(plan, key, value).fits), None)
+        found += [] if fitting is None else [f"learner.{key} = {fitting}"]
+    if _changed(plan, "pool_memory", "pinned_host").fits:
+        found.append("learner.pool_memory = 'pinned_host'")
+    advice = "use more devices along fsdp or tensor, or a smaller model"
+    if plan.program.startswith(("program Fold", "program Prompt")):
+        advice = f"shorten the longest bucket, set model.remat = 'block', {advice}"
+    return f"{' or '.join(found)} would fit; or {advice}" if found else advice
+
+
+def _changed(plan: MemoryPlan, key: str, value: Any) -> MemoryPlan:
+    return dataclasses.replace(plan, config=dataclasses.replace(plan.config, **{key: value}))
+
+
+def _host_bytes() -> int:
+    """The host's memory, or what its container may use of it."""
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.exists() else "max"
+    return physical if text == "max" else min(physical, int(text))
+
+
+def _gb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.3g} GB"
+
+
+def _mb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:.3g} MB"

@@ -41,24 +41,23 @@ class Pairs:
         for index in range(self._size):
             self._pairs.append((self._make(), self._make()))
             self._used.append(index)
-            self._make_room()
+            self._make_room(self._per_call)
 
     def reach(self, wanted: Sequence[int]) -> tuple[list[int], tuple[Params, ...]]:
         """The indices of a call, filled up with others to `per_call`, and G1, G2 of each in turn.
 
         They are the caller's to donate, until `put`.
         """
-        rest = [i for i in reversed(self._used) if i not in wanted]
-        rest += [i for i in range(self._size) if i not in wanted and i not in rest]
-        reached = sorted([*wanted, *rest[: self._per_call - len(wanted)]])
-        for index in reached:
-            if index in self._used:
-                self._used.remove(index)
-            else:
-                self._pairs[index] = _move(self._pairs[index], "device")
-                self.num_moved += 1
-            self._used.append(index)
-        self._make_room()
+        others = [i for i in reversed(self._used) if i not in wanted]
+        others += [i for i in range(self._size) if i not in wanted and i not in others]
+        reached = sorted([*wanted, *others[: self._per_call - len(wanted)]])
+        missing = [i for i in reached if i not in self._used]
+        self._used = [i for i in self._used if i not in reached]
+        self._make_room(self._per_call - len(reached))
+        for index in missing:
+            self._pairs[index] = _move(self._pairs[index], "device")
+            self.num_moved += 1
+        self._used += reached
         return reached, tuple(acc for index in reached for acc in self._pairs[index])
 
     def put(self, reached: Sequence[int], accumulators: Sequence[Params]) -> None:
@@ -66,8 +65,9 @@ class Pairs:
         for at, index in enumerate(reached):
             self._pairs[index] = (accumulators[2 * at], accumulators[2 * at + 1])
 
-    def _make_room(self) -> None:
-        while self._in_host_memory and len(self._used) > self._per_call:
+    def _make_room(self, most: int) -> None:
+        """Leaves at most so many of the used on the device, unless all may lie there."""
+        while self._in_host_memory and len(self._used) > most:
             index = self._used.pop(0)
             self._pairs[index] = _move(self._pairs[index], "pinned_host")
             self.num_moved += 1

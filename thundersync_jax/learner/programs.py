@@ -129,7 +129,7 @@ class Programs:
         self._settings = settings
         self._optimizer = optimizer
         self._mesh = mesh
-        self._shapes = shapes
+        self.shapes = shapes
         self.lanes_per_call = shapes.lanes_per_call
         self.placement = Placement(
             settings.model,
@@ -139,7 +139,7 @@ class Programs:
             slot_length=shapes.slot_length,
         )
         self.num_replicas = self.placement.num_replicas
-        self._compiled: dict[Name, Callable[..., Any]] = {}
+        self._compiled: dict[Name, jax.stages.Compiled] = {}
 
     # -- making and moving state ----------------------------------------------------------------
 
@@ -164,6 +164,16 @@ class Programs:
         """Compiles the named programs, in parallel."""
         missing = {name: self._lowering(name) for name in names if name not in self._compiled}
         self._compiled |= compile_all(missing)
+
+    def temporaries(self) -> dict[Name, int]:
+        """Bytes of a device that each compiled program takes besides the learner's buffers."""
+        made = [Whole.ACCUMULATOR, Whole.SLOTS] + [Whole.GATHER] * self.placement.is_master_shared
+        memory: dict[Name, Any] = {n: p.memory_analysis() for n, p in self._compiled.items()}
+        return {
+            n: m.temp_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes
+            for n, m in memory.items()
+            if n not in made
+        }
 
     # -- running ----------------------------------------------------------------------------------
 
@@ -284,13 +294,13 @@ class Programs:
     @property
     def _summed(self) -> tuple[Any, ...]:
         """The accumulators that a verdict reaches: the batch sum and pairs."""
-        return (self.placement.accumulator,) * (1 + 2 * self._shapes.num_pairs)
+        return (self.placement.accumulator,) * (1 + 2 * self.shapes.num_pairs)
 
     def _fold_program(self, name: Fold) -> _Program:
         place = self.placement
         num_lanes = self.lanes_per_call(name.bucket)
         slots = place.slots if name.prefix_bucket else None
-        buffers = (*self._summed, *(place.accumulator,) * self._shapes.num_held)
+        buffers = (*self._summed, *(place.accumulator,) * self.shapes.num_held)
         function = functools.partial(streaming.accumulate, self._settings, name.prefix_bucket)
         return _Program(
             self._on_replicas(function, 6),

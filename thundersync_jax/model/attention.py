@@ -1,6 +1,7 @@
 """Grouped-query attention: to the tokens of the row, to a prefix before them, or to a K/V cache.
 
-Positions and segments alone decide what is attended, as a dense mask or as the kernel's `Visible`.
+Positions and segments alone decide what is attended: as a dense mask, as `Packed` where that mask
+would be too large, or as the kernel's `Visible`. Scores are never kept for the backward pass.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax import struct
 
 from thundersync_jax.model.kv_cache import KeysValues, KVCache
 from thundersync_jax.model.layers import (
@@ -22,6 +24,25 @@ from thundersync_jax.model.presets import TransformerConfig
 from thundersync_jax.model.splash import Visible, splash
 from thundersync_jax.sharding import constrain
 
+# Query-key pairs of one head that are scored at once.
+MAX_PAIRS = 2**22
+
+
+class Packed(struct.PyTreeNode):
+    """What `packed_mask` is made of, for rows too long for one.
+
+    Attributes:
+      positions, segment_ids: int32 [B, T].
+      prefix_valid: bool [B, P], or None without a prefix.
+    """
+
+    positions: jax.Array
+    segment_ids: jax.Array
+    prefix_valid: jax.Array | None
+
+
+Mask = jax.Array | Packed | Visible
+
 
 def causal_mask(query_positions: jax.Array, key_positions: jax.Array) -> jax.Array:
     """Bool [B, T, S]: the key is not later than the query. Positions [B, T], [B, S] or [1, S]."""
@@ -29,19 +50,22 @@ def causal_mask(query_positions: jax.Array, key_positions: jax.Array) -> jax.Arr
 
 
 def packed_mask(
-    positions: jax.Array, segment_ids: jax.Array, prefix_valid: jax.Array | None
+    keys: Packed, positions: jax.Array | None = None, segment_ids: jax.Array | None = None
 ) -> jax.Array:
-    """Bool [B, T, P + T]: a valid key of the prefix, or one of the same segment and not later.
+    """Bool [B, T, P + S]: a valid key of the prefix, or one of the same segment and not later.
 
     Args:
-      positions, segment_ids: int32 [B, T]; 0 is padding.
-      prefix_valid: bool [B, P], or None without a prefix.
+      positions, segment_ids: int32 [B, T] of the queries; those of the keys by default.
     """
-    keys = segment_ids[:, None, :]
-    mask = causal_mask(positions, positions) & (segment_ids[:, :, None] == keys) & (keys != 0)
-    if prefix_valid is None:
+    positions = keys.positions if positions is None else positions
+    segment_ids = keys.segment_ids if segment_ids is None else segment_ids
+    segments = keys.segment_ids[:, None, :]
+    mask = causal_mask(positions, keys.positions)
+    mask &= (segment_ids[:, :, None] == segments) & (segments != 0)
+    if keys.prefix_valid is None:
         return mask
-    before = jnp.broadcast_to(prefix_valid[:, None], (*positions.shape, prefix_valid.shape[1]))
+    before = keys.prefix_valid[:, None]
+    before = jnp.broadcast_to(before, (*positions.shape, before.shape[2]))
     return jnp.concatenate([before, mask], axis=2)
 
 
@@ -63,6 +87,29 @@ def attend(query: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Array
     return jnp.einsum("BKGTS,BSKH->BTKGH", weights, values)
 
 
+def attend_in_chunks(
+    query: jax.Array, keys: jax.Array, values: jax.Array, packed: Packed
+) -> jax.Array:
+    """`attend` for rows of any length, MAX_PAIRS scores of a head at a time."""
+    batch, length = packed.positions.shape
+    size = max(1, MAX_PAIRS // keys.shape[1])
+    num_chunks = -(-length // size)
+
+    def split(x: jax.Array) -> jax.Array:
+        padding = [(0, 0), (0, num_chunks * size - length)] + [(0, 0)] * (x.ndim - 2)
+        chunks = jnp.pad(x, padding).reshape(batch, num_chunks, size, *x.shape[2:])
+        return jnp.moveaxis(chunks, 1, 0)
+
+    @jax.checkpoint
+    def one(chunk: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+        part, positions, segment_ids = chunk
+        return attend(part, keys, values, packed_mask(packed, positions, segment_ids))
+
+    chunks = jax.lax.map(one, (split(query), split(packed.positions), split(packed.segment_ids)))
+    joined = jnp.moveaxis(chunks, 0, 1).reshape(batch, num_chunks * size, *query.shape[2:])
+    return joined[:, :length]
+
+
 class Attention(nn.Module):
     """Projects, normalises (optionally), rotates; attends to the tokens or to a cache's rows."""
 
@@ -73,7 +120,7 @@ class Attention(nn.Module):
         self,
         inputs: jax.Array,
         rotary: tuple[jax.Array, jax.Array],
-        mask: jax.Array | Visible,
+        mask: Mask,
         layer: jax.Array,
         rows: jax.Array | None,
         positions: jax.Array,
@@ -107,7 +154,12 @@ class Attention(nn.Module):
         else:
             keys = constrain(keys, ("batch", None, "kv_heads", None))  # gathered over fsdp
             values = constrain(values, ("batch", None, "kv_heads", None))
-            attended = jax.checkpoint(attend, prevent_cse=False)(query, keys, values, mask)
+            if isinstance(mask, Packed):
+                # Otherwise the masks of all chunks are hoisted out of the loop over layers: T x S.
+                once = jax.checkpoint(attend_in_chunks, prevent_cse=False)
+                attended = once(query, keys, values, mask)
+            else:
+                attended = jax.checkpoint(attend, prevent_cse=False)(query, keys, values, mask)
         attended = attended.reshape(batch, length, c.num_heads, c.head_dim)
         output = Einsum(
             c,

@@ -19,7 +19,14 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from thundersync_jax.model.attention import Attention, causal_mask, packed_mask
+from thundersync_jax.model.attention import (
+    MAX_PAIRS,
+    Attention,
+    Mask,
+    Packed,
+    causal_mask,
+    packed_mask,
+)
 from thundersync_jax.model.embedding import look_up
 from thundersync_jax.model.kv_cache import KeysValues, KVCache
 from thundersync_jax.model.layers import (
@@ -30,7 +37,7 @@ from thundersync_jax.model.layers import (
     rotary_tables,
 )
 from thundersync_jax.model.presets import ModelError, TransformerConfig
-from thundersync_jax.model.splash import Visible, visible, wants_splash
+from thundersync_jax.model.splash import visible, wants_splash
 from thundersync_jax.sharding import constrain
 
 Params = dict[str, Any]
@@ -53,7 +60,7 @@ class Block(nn.Module):
         layer: jax.Array,
         prefix: KeysValues | None,
         rotary: tuple[jax.Array, jax.Array],
-        mask: jax.Array | Visible,
+        mask: Mask,
         rows: jax.Array | None,
         positions: jax.Array,
     ) -> tuple[tuple[jax.Array, KVCache | None], KeysValues]:
@@ -80,7 +87,7 @@ class Transformer(nn.Module):
         self,
         tokens: jax.Array,
         positions: jax.Array,
-        mask: jax.Array | Visible,
+        mask: Mask,
         rows: jax.Array | None,
         cache: KVCache | None,
         prefix: KeysValues | None = None,
@@ -243,11 +250,15 @@ def _apply(
     if segment_ids is None:
         segment_ids = jnp.ones_like(tokens)
     segment_ids = jnp.asarray(segment_ids, jnp.int32)
-    mask: jax.Array | Visible
+    packed = Packed(positions=positions, segment_ids=segment_ids, prefix_valid=prefix_valid)
+    num_keys = tokens.shape[1] + (0 if prefix_valid is None else prefix_valid.shape[1])
+    mask: Mask
     if wants_splash(config, tokens.shape[1]):
         mask = visible(segment_ids, prefix_valid)
+    elif tokens.shape[1] * num_keys > MAX_PAIRS:
+        mask = packed
     else:
-        mask = packed_mask(positions, segment_ids, prefix_valid)
+        mask = packed_mask(packed)
     model: Any = Transformer(config)
     hidden, _, new = model.apply({"params": params}, tokens, positions, mask, None, None, prefix)
     return hidden, new
