@@ -25,7 +25,7 @@ from thundersync_jax.errors import ConfigError
 from thundersync_jax.learner import memory
 from thundersync_jax.learner.learner import Learner
 from thundersync_jax.learner.memory import HEADROOM, MemoryPlan, MemoryPlanError, Room, Sizes
-from thundersync_jax.learner.programs import Fold, Whole
+from thundersync_jax.learner.program_names import Fold, Whole
 
 TESTS = Path(__file__).parent
 GB, NUM_BYTES = 10**9, 1_000_000

@@ -15,7 +15,8 @@ import numpy as np
 from thundersync_jax.learner.buckets import Example, LaneItem, pad_lanes, pad_prompts
 from thundersync_jax.learner.groups import Member, Path
 from thundersync_jax.learner.pairs import Pairs
-from thundersync_jax.learner.programs import Fold, Programs
+from thundersync_jax.learner.program_names import Fold
+from thundersync_jax.learner.programs import Programs
 from thundersync_jax.learner.streaming import Binding, LaneStats, Params, PromptSlots
 from thundersync_jax.learner.work import BindWork, CloseWork, FoldWork, LaneWork, PromptWork
 

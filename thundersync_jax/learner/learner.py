@@ -35,7 +35,8 @@ from thundersync_jax.learner.groups import Group, LearnerError, Member, Stage
 from thundersync_jax.learner.memory import check_programs, plan_memory, room_of
 from thundersync_jax.learner.optimizer import learning_rate_schedule, make_optimizer
 from thundersync_jax.learner.pairs import Pairs
-from thundersync_jax.learner.programs import Programs, program_names
+from thundersync_jax.learner.program_names import program_names
+from thundersync_jax.learner.programs import Programs
 from thundersync_jax.learner.schedule import Schedule
 from thundersync_jax.learner.statistics import (
     NonFiniteGradientError,
@@ -96,9 +97,7 @@ class Learner:
         self.memory, programs = plan_memory(config, room, make)
         config, shapes = self.memory.config, programs.shapes
         self._config, self._programs = config, programs
-        master = jax.device_put(
-            params, jax.tree.map(lambda x: x.sharding, programs.placement.master)
-        )
+        master = programs.place_master(params)
         self.state = TrainState(params=master, opt_state=programs.init_opt_state(master))
         self.params = programs.gather(master)
         pairs = Pairs(

@@ -21,15 +21,15 @@ import jax
 from thundersync_jax.config_sections import LearnerSection
 from thundersync_jax.errors import UserError
 from thundersync_jax.learner.placement import Placement, device_bytes
-from thundersync_jax.learner.programs import (
+from thundersync_jax.learner.program_names import (
     Fold,
     Name,
-    Programs,
     PromptBackward,
     Shapes,
     Whole,
     shapes_of,
 )
+from thundersync_jax.learner.programs import Programs
 
 MAX_GROUPS = 32  # that stream on one replica at a time: seldom more are open there
 HEADROOM = 0.95  # of a device for what was sized: fragments, arguments of calls, the runtime

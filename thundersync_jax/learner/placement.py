@@ -26,8 +26,9 @@ class Placement:
     """Abstract values with shardings, pytrees of jax.ShapeDtypeStruct.
 
     Attributes:
-      params: the replicas' parameters.
-      master: the optimizer's copy of them.
+      params: the replicas' parameters, in the dtype that the model computes in.
+      master: the optimizer's copy of them, in at least float32.
+      is_master_shared: the two are the same arrays.
       accumulator: one sum of gradients, [R, ...].
       opt_state: the optimizer's moments and counters.
       slots: prompt slots [R, S, L, P, K, H], or None.
@@ -45,7 +46,8 @@ class Placement:
     ) -> None:
         self.mesh = mesh
         self.num_replicas: int = mesh.shape[sharding.DATA]
-        params = abstract_params(model)
+        stored = abstract_params(model)
+        params = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, model.dtype), stored)
         specs = jax.tree.map(
             sharding.partition_spec, logical_axes(model), is_leaf=lambda x: isinstance(x, tuple)
         )
@@ -53,7 +55,8 @@ class Placement:
         self.scalar_dtype = np.dtype(jax.tree.leaves(wide)[0].dtype)
         self.params = self._on_mesh(params, specs)
         self.master = jax.tree.map(
-            lambda p: self._struct(p, sharding.spread_over_data(p.sharding.spec, p.shape, mesh)),
+            lambda w, p: self._struct(w, sharding.spread_over_data(p.sharding.spec, p.shape, mesh)),
+            jax.eval_shape(streaming.zeros_like_params, stored),
             self.params,
         )
         self.accumulator = jax.tree.map(
@@ -64,7 +67,7 @@ class Placement:
             self.params,
             wide,
         )
-        self.is_master_shared = shardings(self.master) == shardings(self.params)
+        self.is_master_shared = self.master == self.params
         self.opt_state = self._opt_state(optimizer)
         self.slots = self._slots(model, num_slots, slot_length) if num_slots else None
 

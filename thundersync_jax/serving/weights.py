@@ -29,8 +29,12 @@ class WeightStore:
     """Holds one version. Only the owner of the decode state calls `publish` and `current`."""
 
     def __init__(self, config: TransformerConfig, device: jax.Device) -> None:
-        self._published = transformer.abstract_params(config)
         self._dtype = jnp.dtype(config.dtype)
+        self._dtypes = {self._dtype, jnp.dtype(config.param_dtype)}
+        self._weights = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, self._dtype),
+            transformer.abstract_params(config),
+        )
         self._device = device
         self._copy: Any = None
         self._current: Weights | None = None
@@ -38,21 +42,27 @@ class WeightStore:
     @property
     def abstract(self) -> transformer.Params:
         """Shape and dtype of the engine's copy."""
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, self._dtype), self._published)
+        return self._weights
 
     def compile(self) -> None:
         """Compiles the copy, so that publishing compiles nothing."""
 
         def copy(params: transformer.Params) -> transformer.Params:
-            return jax.tree.map(lambda x: jnp.array(x, self._dtype, copy=True), params)
+            return jax.tree.map(lambda x: jnp.array(x, copy=True), params)
 
-        self._copy = jax.jit(copy).lower(self._published).compile()
+        self._copy = jax.jit(copy).lower(self._weights).compile()
 
     def publish(self, params: transformer.Params, version: int) -> None:
-        """Copies `params`; they may be donated or changed as soon as this returns."""
+        """Copies `params`; they may be donated or changed as soon as this returns.
+
+        Args:
+          params: as the learner's replicas hold them, or the masters, which are cast first.
+        """
         self._check(params)
         self._current = None  # frees the previous version before the copy is made
         on_device = jax.device_put(params, self._device)
+        if any(x.dtype != self._dtype for x in jax.tree.leaves(on_device)):
+            on_device = jax.tree.map(lambda x: x.astype(self._dtype), on_device)
         self._current = Weights(
             params=jax.block_until_ready(self._copy(on_device)), version=version
         )
@@ -65,7 +75,7 @@ class WeightStore:
         return self._current
 
     def _check(self, params: transformer.Params) -> None:
-        want_tree: Any = jax.tree.structure(self._published)
+        want_tree: Any = jax.tree.structure(self._weights)
         got_tree: Any = jax.tree.structure(params)
         if got_tree != want_tree:
             raise ServingError(
@@ -73,11 +83,11 @@ class WeightStore:
                 "they made for another configuration?"
             )
         for (path, want), got in zip(
-            jax.tree_util.tree_leaves_with_path(self._published),
+            jax.tree_util.tree_leaves_with_path(self._weights),
             jax.tree.leaves(params),
             strict=True,
         ):
-            if (got.shape, got.dtype) != (want.shape, want.dtype):
+            if got.shape != want.shape or got.dtype not in self._dtypes:
                 raise ServingError(
                     f"published parameter {jax.tree_util.keystr(path)} is {got.dtype}{got.shape}, "
                     f"expected {want.dtype}{want.shape}"

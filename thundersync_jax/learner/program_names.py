@@ -1,0 +1,91 @@
+"""The names of the learner's programs, and what they are compiled for.
+
+Fold(prefix_bucket, bucket)     streaming.accumulate
+PromptForward(bucket), PromptBackward(bucket)
+Whole.BIND, CLOSE, UPDATE, GATHER, ACCUMULATOR, SLOTS    what no bucket changes
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+from collections.abc import Callable
+
+from thundersync_jax.config_sections import LearnerSection
+from thundersync_jax.learner.buckets import lanes_per_call
+
+
+@dataclasses.dataclass(frozen=True)
+class Fold:
+    """Names an accumulate program."""
+
+    prefix_bucket: int
+    bucket: int
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptForward:
+    bucket: int
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptBackward:
+    bucket: int
+
+
+class Whole(enum.Enum):
+    """The programs that do not depend on a bucket."""
+
+    BIND = "bind"
+    CLOSE = "close"
+    UPDATE = "update"
+    GATHER = "gather"
+    ACCUMULATOR = "zero accumulator"
+    SLOTS = "zero prompt slots"
+
+
+Name = Fold | PromptForward | PromptBackward | Whole
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shapes:
+    """What the programs are compiled for.
+
+    Attributes:
+      lanes_per_call: K by bucket T: how many lanes one call scans on every replica.
+      num_pairs: pairs (G1, G2) that a call reaches.
+      num_held: buffers for gradients ahead of their verdicts.
+      num_slots, slot_length: shared prompts a replica can hold, and their padded length.
+    """
+
+    lanes_per_call: Callable[[int], int]
+    num_pairs: int
+    num_held: int
+    num_slots: int
+    slot_length: int
+
+
+def shapes_of(config: LearnerSection) -> Shapes:
+    """The shapes of a configuration. Every held gradient has a slot for its prompt's share."""
+    num_slots = config.prompt_slots + config.held_gradients if config.prompt_buckets else 0
+    return Shapes(
+        lanes_per_call=functools.partial(lanes_per_call, config.tokens_per_step),
+        num_pairs=min(config.pairs_per_call, config.pool_size),
+        num_held=config.held_gradients,
+        num_slots=num_slots,
+        slot_length=max(config.prompt_buckets, default=0),
+    )
+
+
+def program_names(config: LearnerSection) -> list[Name]:
+    """Every program that a run with this configuration can need."""
+    names: list[Name] = [Whole.UPDATE, Whole.GATHER, Whole.ACCUMULATOR]
+    names += [Fold(p, b) for p in (0, *config.prompt_buckets) for b in config.buckets]
+    for bucket in config.prompt_buckets:
+        names += [PromptForward(bucket), PromptBackward(bucket)]
+    if config.prompt_buckets:
+        names.append(Whole.SLOTS)
+    if config.held_gradients:
+        names.append(Whole.BIND)
+    return [*names, Whole.CLOSE] if config.pool_size else names
