@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Installs, then runs the test suite, two files at a time. Arguments go to pytest:
+# Installs, the TPU compiler (libtpu) included, then runs the test suite, two files at a time.
+# Programs for TPUs are compiled, never run: JAX itself stays on the CPU. Arguments go to pytest:
 #   bash launch/test.sh -m slow
 set -euo pipefail
 cd "$(dirname "$0")/.."

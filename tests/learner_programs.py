@@ -1,9 +1,10 @@
-"""The learner's programs compiled for eight devices, run by tests in a process of their own.
+"""The learner's programs compiled for a mesh, run by tests in a process of their own.
 
-    python tests/learner_programs.py PRESET BUCKET PREFIX_BUCKET DATA FSDP TENSOR [TOPOLOGY]
+    python tests/learner_programs.py PRESET BUCKET PREFIX DATA FSDP TENSOR [TOPOLOGY [NAME ..]]
 
-Prints JSON: program -> report, with the bytes of the accumulators it is given. Without a topology
-the devices are those of the process.
+Prints JSON: program -> report, with the bytes that must be updated in place and those that lie on
+the device while it runs, its temporaries included. Without a topology the devices are those of the
+process; without names it compiles all programs.
 """
 
 from __future__ import annotations
@@ -11,16 +12,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from typing import Any
 
 import jax
 
-from thundersync_jax import topology
+from thundersync_jax import hlo, topology
 from thundersync_jax.config_sections import OptimizerSection
 from thundersync_jax.learner.optimizer import make_optimizer
-from thundersync_jax.learner.placement import device_bytes
+from thundersync_jax.learner.placement import Placement, device_bytes
 from thundersync_jax.learner.programs import (
-    Bind,
     Fold,
+    Name,
     Programs,
     PromptBackward,
     PromptForward,
@@ -31,7 +33,8 @@ from thundersync_jax.learner.streaming import ScoreSettings
 from thundersync_jax.model.presets import TransformerConfig, preset
 from thundersync_jax.sharding import MeshShape, make_mesh
 
-NUM_PAIRS, NUM_SLOTS = 2, 2
+NUM_PAIRS, NUM_HELD, NUM_SLOTS = 2, 1, 3
+TOKENS_PER_STEP = 16384
 
 
 def model_of(name: str) -> TransformerConfig:
@@ -41,33 +44,83 @@ def model_of(name: str) -> TransformerConfig:
     return preset(name, dtype="bfloat16", remat="block")
 
 
-def main() -> None:
-    name, bucket, prefix, data, fsdp, tensor, *where = sys.argv[1:]
-    devices = topology.topology_devices(where[0]) if where else jax.devices()
-    mesh = make_mesh(MeshShape(data=int(data), fsdp=int(fsdp), tensor=int(tensor)), devices)
-    shapes = Shapes(lanes_per_call=lambda bucket: 2, num_slots=NUM_SLOTS, slot_length=int(prefix))
-    settings = ScoreSettings(model=model_of(name))
-    programs = Programs(settings, make_optimizer(OptimizerSection()), mesh, shapes)
-    num_buffers = 1 + 2 * NUM_PAIRS
-    accumulator = device_bytes(programs.placement.accumulator)
-    slots = device_bytes(programs.placement.slots)
-    adjoints = device_bytes((programs.placement.slots.adjoint1, programs.placement.slots.adjoint2))
-    donated = {
-        Fold(num_buffers, int(prefix), int(bucket)): num_buffers * accumulator + adjoints,
-        Bind(num_buffers, True): (num_buffers + 1) * accumulator + adjoints,
-        PromptForward(int(prefix)): slots,
-        PromptBackward(int(prefix)): accumulator,
+def donated_bytes(place: Placement, bucket: int, prefix: int) -> dict[Name, int]:
+    """Of every program, the bytes on a device that it must not need twice."""
+    accumulator, slots = device_bytes(place.accumulator), place.slots
+    summed = (1 + 2 * NUM_PAIRS) * accumulator + device_bytes((slots.adjoint1, slots.adjoint2))
+    return {
+        Fold(prefix, bucket): summed + NUM_HELD * accumulator,
+        PromptForward(prefix): device_bytes(slots),
+        PromptBackward(prefix): accumulator,
+        Whole.BIND: summed + accumulator,
         Whole.CLOSE: 3 * accumulator,
-        Whole.UPDATE: 0,
+        Whole.UPDATE: device_bytes((place.master, place.opt_state)) + accumulator,
+        Whole.GATHER: 0,
     }
+
+
+def resident_bytes(place: Placement) -> int:
+    """What the learner keeps on a device all the time."""
+    master = () if place.is_master_shared else place.master
+    sums = (1 + 2 * NUM_PAIRS + NUM_HELD) * device_bytes(place.accumulator)
+    return sums + device_bytes((place.params, master, place.opt_state, place.slots))
+
+
+def has_logits(text: str, bucket: int, shape: MeshShape, vocab_size: int) -> bool:
+    """Whether some array has a device's tokens, or all, and a device's share of the vocabulary."""
+    tokens = {bucket, bucket // shape.fsdp}
+    return any(
+        tokens & set(dims) and max(dims) >= vocab_size // shape.tensor
+        for dims in hlo.array_shapes(text)
+    )
+
+
+def title(program: Name) -> str:
+    return program.value if isinstance(program, Whole) else type(program).__name__
+
+
+def reports(
+    name: str,
+    bucket: int,
+    prefix: int,
+    shape: MeshShape,
+    devices: list[jax.Device],
+    titles: list[str],
+) -> dict[str, Any]:
+    mesh, model = make_mesh(shape, devices), model_of(name)
+    shapes = Shapes(
+        lanes_per_call=lambda bucket: max(1, TOKENS_PER_STEP // bucket),
+        num_pairs=NUM_PAIRS,
+        num_held=NUM_HELD,
+        num_slots=NUM_SLOTS,
+        slot_length=prefix,
+    )
+    programs = Programs(
+        ScoreSettings(model=model), make_optimizer(OptimizerSection()), mesh, shapes
+    )
+    resident = resident_bytes(programs.placement)
     found = {}
-    for program, num_bytes in donated.items():
+    for program, num_bytes in donated_bytes(programs.placement, bucket, prefix).items():
+        if titles and title(program) not in titles:
+            continue
         compiled = programs.lower(program).compile()
-        report = dataclasses.asdict(topology.describe(compiled, mesh))
-        found[type(program).__name__ + str(getattr(program, "value", ""))] = report | {
-            "donated_bytes": num_bytes
+        report = topology.describe(compiled, mesh)
+        # With fragments, temp_bytes counts more than the compiler refuses by: its peak.
+        extra = report.peak_bytes - report.argument_bytes
+        found[title(program)] = {
+            **dataclasses.asdict(report),
+            "donated_bytes": num_bytes,
+            "total_bytes": resident + extra,
+            "has_logits": has_logits(compiled.as_text() or "", bucket, shape, model.vocab_size),
         }
-    print(json.dumps(found))
+    return found
+
+
+def main() -> None:
+    name, bucket, prefix, data, fsdp, tensor, *rest = sys.argv[1:]
+    shape = MeshShape(data=int(data), fsdp=int(fsdp), tensor=int(tensor))
+    devices = topology.topology_devices(rest[0]) if rest else jax.devices()
+    print(json.dumps(reports(name, int(bucket), int(prefix), shape, devices, rest[1:])))
 
 
 if __name__ == "__main__":

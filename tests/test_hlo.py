@@ -129,6 +129,23 @@ def test_asynchronous_forms_count_once_by_their_result() -> None:
     assert found[1].replica_groups is None
 
 
+def test_a_tpus_chain_of_pieces_counts_once() -> None:
+    """Each piece of work beside an asynchronous collective repeats it, with its channel."""
+    line = (
+        "  %g.{name} = bf16[64,8]{{1,0}} all-gather(%x), channel_id={channel}, "
+        "replica_groups=[1,8]<=[8], dimensions={{0}}, use_global_device_ids=true, "
+        'frontend_attributes={{chain_id="{chain}"}}, metadata={{}}\n'
+    )
+    pieces = ((1, 5, 2), (2, 5, 2), (3, 5, 2), (4, 6, 3))
+    text = "".join(line.format(name=n, channel=c, chain=k) for n, c, k in pieces)
+    assert [c.name for c in hlo.collectives(HEADER + text)] == ["g.1", "g.4"]
+
+
+def test_the_dimensions_of_all_arrays() -> None:
+    text = "  %f = (bf16[8,4]{1,0:T(8,128)(2,1)}, s32[]) fusion(f32[16]{0} %x), calls=%c\n"
+    assert hlo.array_shapes(text) == {(8, 4), (), (16,)}
+
+
 def test_a_tpus_fused_reduce_scatter_is_one() -> None:
     text = (
         "%all-reduce-scatter.2 (input: bf16[2048,8]) -> bf16[528,8] {\n"

@@ -38,10 +38,24 @@ def test_the_kernel_compiles_inside_the_manual_region_and_stays_in_its_replica()
     found = on_topology("kernel")
     assert found["kernels"] == 3  # forward, dq, dkv
     assert found["report"]["collectives"]["data"] == [0, 0]
-    assert found["report"]["collectives"]["fsdp"][0] >= 1  # of the keys' gradients
+    assert found["scattered"] >= 2  # the gradients of keys and of values, over fsdp
     # Of one device: queries [256, 4 heads, 128] and their gradient in bfloat16.
     assert found["report"]["argument_bytes"] >= 256 * 4 * 128 * 2
     assert found["report"]["peak_bytes"] >= found["report"]["argument_bytes"]
+
+
+@needs_libtpu
+def test_a_gradient_that_is_not_scattered_is_seen_as_an_all_reduce_of_its_size() -> None:
+    found = on_topology("gradients")
+    largest, _ = found["scattered"]
+    assert largest == 0
+    largest, num_bytes = found["whole"]
+    assert largest >= num_bytes
+
+
+@needs_libtpu
+def test_logits_of_the_whole_vocabulary_are_seen_where_they_are() -> None:
+    assert on_topology("logits") == {"pieces": False, "one piece": True}
 
 
 @needs_libtpu

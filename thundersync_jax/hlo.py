@@ -1,4 +1,4 @@
-"""Reads compiled HLO text: which devices exchange what.
+"""Reads compiled HLO text: which devices exchange what, and which arrays there are.
 
 Ids in groups and pairs are positions in the program's device assignment, never `device.id`: id i is
 `mesh.devices.flat[i]` for a program compiled for `mesh`, whatever the order of its devices.
@@ -55,6 +55,8 @@ class Collective:
 
 # TPU compilers print a reduce-scatter as a computation of this name around an all-reduce.
 _FUSED_REDUCE_SCATTER = "all-reduce-scatter"
+# They also repeat an asynchronous collective in every piece of work that it runs beside.
+_CHAIN = re.compile(r" channel_id=(\d+),.* frontend_attributes=\{[^{}]*chain_id=\"(\d+)\"")
 # With `use_global_device_ids` these count devices, and without it replicas; the others count
 # partitions as soon as they have a channel.
 _FLAGGED = (Kind.ALL_REDUCE, Kind.ALL_GATHER, Kind.REDUCE_SCATTER)
@@ -82,14 +84,19 @@ _LAYOUT_OR_COMMENT = re.compile(r"\{[^{}]*\}|/\*.*?\*/")
 def collectives(text: str) -> list[Collective]:
     """The collectives of a compiled program, in the order of its text.
 
-    An asynchronous one counts once, at its start. Raises ValueError at groups in an unknown syntax.
+    An asynchronous one counts once. Raises ValueError at groups in an unknown syntax.
     """
     counts = _device_counts(text)
     found, computation, result = [], "", ""
+    chains: set[tuple[str, ...]] = set()
     for line in text.splitlines():
         if header := _COMPUTATION.match(line):
             computation, result = header["name"], header["shape"]
         elif match := _INSTRUCTION.match(line):
+            if chain := _CHAIN.search(line):
+                if chain.groups() in chains:
+                    continue
+                chains.add(chain.groups())
             kind, shape = Kind(match["kind"]), match["shape"]
             elements = _tuple_elements(shape)
             if match["start"] and kind != Kind.ALL_REDUCE and len(elements) > 1:
@@ -127,6 +134,11 @@ def crossing(found: Iterable[Collective], mesh: Mesh, axis: str) -> list[Collect
         return any(len({coordinates[i] for i in group}) > 1 for group in exchanges)
 
     return [collective for collective in found if joins(collective)]
+
+
+def array_shapes(text: str) -> set[tuple[int, ...]]:
+    """The dimensions of every array in a program, operands and results of fused parts included."""
+    return {tuple(_integers(m["dims"])) for m in _ARRAY.finditer(text)}
 
 
 def parse_groups(text: str) -> Groups:

@@ -102,6 +102,13 @@ def constrain(array: jax.Array, axes: Sequence[str | None]) -> jax.Array:
     return jax.lax.with_sharding_constraint(array, PartitionSpec(*placed))
 
 
+def num_shards(axis: str) -> int:
+    """Pieces of a logical axis in the program of a mesh that is being traced; elsewhere 1."""
+    mesh = jax.sharding.get_abstract_mesh()
+    name = TABLE[axis]
+    return 1 if name is None or name not in mesh.axis_names else mesh.shape[name]
+
+
 def replica_spec(spec: PartitionSpec) -> PartitionSpec:
     """Of an accumulator: a leading axis over `data`, then the parameter's own axes."""
     return PartitionSpec(DATA, *spec)

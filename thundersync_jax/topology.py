@@ -31,9 +31,12 @@ class ProgramReport:
 
     Attributes:
       argument_bytes, output_bytes, temp_bytes: HBM; outputs in donated arguments are `alias_bytes`.
-      peak_bytes: the most that is alive at once, as the compiler counts it.
+      peak_bytes: the most that is alive at once, arguments included. The compiler refuses a program
+        by this; temp_bytes may count more, with fragments.
       collectives: mesh axis -> (instructions that join devices along it, bytes of their results).
         An instruction counts once, also in a loop, and under every axis that it crosses.
+      largest_all_reduce: mesh axis -> bytes of the largest result of an all-reduce along it; what
+        is reduced and scattered is no all-reduce.
     """
 
     argument_bytes: int
@@ -42,6 +45,7 @@ class ProgramReport:
     alias_bytes: int
     peak_bytes: int
     collectives: Mapping[str, tuple[int, int]]
+    largest_all_reduce: Mapping[str, int]
 
 
 def environment() -> dict[str, str]:
@@ -51,6 +55,8 @@ def environment() -> dict[str, str]:
         "TPU_SKIP_MDS_QUERY": "1",
         "TPU_WORKER_HOSTNAMES": "localhost",
         "TPU_WORKER_ID": "0",
+        # The compiler holds no chip: two processes may use it at a time.
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     }
 
 
@@ -87,5 +93,9 @@ def describe(compiled: jax.stages.Compiled, mesh: Mesh) -> ProgramReport:
         peak_bytes=memory.peak_memory_in_bytes,
         collectives={
             axis: (len(crossed), sum(c.bytes for c in crossed)) for axis, crossed in by_axis.items()
+        },
+        largest_all_reduce={
+            axis: max((c.bytes for c in crossed if c.kind == hlo.Kind.ALL_REDUCE), default=0)
+            for axis, crossed in by_axis.items()
         },
     )

@@ -119,12 +119,14 @@ def score(
 def fold(acc: Params, coefficient: jax.Array, grad: Params) -> Params:
     """acc + coefficient * grad; with a coefficient of 0 the accumulator is not even read."""
 
-    def add(acc: Params) -> Params:
+    def add(_: jax.Array, acc: Params) -> Params:
         return jax.tree.map(
             lambda a, g: a + coefficient.astype(a.dtype) * g.astype(a.dtype), acc, grad
         )
 
-    return jax.lax.cond(coefficient == 0, lambda acc: acc, add, acc)
+    # A loop of one round or none: XLA updates its carry in place everywhere, while the branches of
+    # a conditional copy theirs on the CPU.
+    return jax.lax.fori_loop(0, (coefficient != 0).astype(jnp.int32), add, acc)
 
 
 def fold_at(

@@ -10,6 +10,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from thundersync_jax.sharding import constrain, num_shards
+
 
 def token_logprobs(
     hidden: jax.Array,
@@ -23,7 +25,7 @@ def token_logprobs(
 
     Args:
       hidden: [..., D] any float dtype.
-      kernel: [D, V].
+      kernel: [D, V], on a mesh as ("embed", "vocab").
       targets: int32 [...], in [0, V).
       temperature: the sampler's temperature, positive.
       chunk: vocabulary entries per piece.
@@ -35,7 +37,7 @@ def token_logprobs(
     vocab_size = kernel.shape[1]
 
     def scaled_logits(columns: jax.Array) -> jax.Array:
-        logits = jnp.einsum("...d,dv->...v", hidden, columns, preferred_element_type=dtype)
+        logits = jnp.tensordot(hidden, columns, axes=1, preferred_element_type=dtype)
         return logits.astype(dtype) / temperature
 
     if vocab_size <= chunk:
@@ -45,25 +47,29 @@ def token_logprobs(
         chosen = jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1)
         return chosen - jax.nn.logsumexp(logits, axis=-1)
 
-    num_chunks = -(-vocab_size // chunk)
+    # Every piece has its share of every device's columns: one cut from a whole kernel would lie on
+    # some devices alone, and be sent to the others.
+    shards = num_shards("vocab")
+    share, width = vocab_size // shards, max(1, chunk // shards)
+    kernel = constrain(kernel.reshape(-1, shards, share), ("embed", "vocab", None))
 
     @jax.checkpoint
     def add_chunk(
         carry: tuple[jax.Array, jax.Array], first: jax.Array
     ) -> tuple[tuple[jax.Array, jax.Array], None]:
         total, chosen = carry
-        # The last chunk is moved back to stay inside the vocabulary; `is_new` leaves out what it
-        # repeats.
-        start = jnp.minimum(first, vocab_size - chunk)
-        logits = scaled_logits(jax.lax.dynamic_slice_in_dim(kernel, start, chunk, axis=1))
-        ids = start + jnp.arange(chunk)
-        is_new = ids >= first
-        piece = jax.nn.logsumexp(jnp.where(is_new, logits, -jnp.inf), axis=-1)
-        is_target = (ids == targets[..., None]) & is_new
-        chosen = chosen + jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1)
+        # The last piece is moved back to stay inside; `is_new` leaves out what it repeats.
+        start = jnp.minimum(first, share - width)
+        columns = jax.lax.dynamic_slice_in_dim(kernel, start, width, axis=2)
+        logits = scaled_logits(columns)  # [..., shards, width]
+        offsets = start + jnp.arange(width)
+        is_new = offsets >= first
+        piece = jax.nn.logsumexp(jnp.where(is_new, logits, -jnp.inf), axis=(-2, -1))
+        ids = jnp.arange(shards)[:, None] * share + offsets
+        is_target = (ids == targets[..., None, None]) & is_new
+        chosen = chosen + jnp.sum(jnp.where(is_target, logits, 0.0), axis=(-2, -1))
         return (jnp.logaddexp(total, piece), chosen), None
 
-    total = jnp.full(targets.shape, -jnp.inf, dtype)
-    firsts = jnp.arange(num_chunks) * chunk
-    (total, chosen), _ = jax.lax.scan(add_chunk, (total, jnp.zeros(targets.shape, dtype)), firsts)
+    start = jnp.full(targets.shape, -jnp.inf, dtype), jnp.zeros(targets.shape, dtype)
+    (total, chosen), _ = jax.lax.scan(add_chunk, start, jnp.arange(0, share, width))
     return chosen - total

@@ -122,11 +122,11 @@ def splash(
     grouped = _pad(scaled, 1, padded - length).transpose(0, 2, 3, 1, 4)  # [B, K, G, T, H]
 
     def parts(before: jax.Array | None, own: jax.Array) -> tuple[jax.Array, ...]:
-        """[B, K, P, H] and [B, K, T, H] as multiples of the block."""
-        padded_own = _pad(own, 1, padded - length).transpose(0, 2, 1, 3)
+        """[B, P, K, H] and [B, T, K, H] as multiples of the block."""
+        padded_own = _pad(own, 1, padded - length)
         if before is None:
             return (padded_own,)
-        return _pad(before, 1, padded_before - num_before).transpose(0, 2, 1, 3), padded_own
+        return _pad(before, 1, padded_before - num_before), padded_own
 
     valid_before, valid_own = jnp.split(visible.valid, [num_before], axis=1)
     attended = _on_mesh(
@@ -176,13 +176,11 @@ def _on_mesh(
         return _on_device(kernel, query, _joined(keys), _joined(values), ranges, valid)
 
     def share(kernel: Any, query: jax.Array, keys: Any, values: Any, *masks: jax.Array) -> Any:
-        keys, values = jax.tree.map(
-            lambda x: jax.lax.all_gather(x, FSDP, axis=2, tiled=True), (keys, values)
-        )
+        keys, values = jax.tree.map(_gathered, (keys, values))
         return _on_device(kernel, query, _joined(keys), _joined(values), *masks)
 
     spec = PartitionSpec
-    queries, parts = spec(None, TENSOR, None, FSDP, None), spec(None, TENSOR, FSDP, None)
+    queries, parts = spec(None, TENSOR, None, FSDP, None), spec(None, FSDP, TENSOR, None)
     # Block masks are [1, blocks of queries, blocks of keys], the sequence of queries is [T].
     split = jax.tree.map(lambda x: spec(None, FSDP, None) if x.ndim == 3 else spec(FSDP), kernel)
     return jax.shard_map(
@@ -194,8 +192,21 @@ def _on_mesh(
     )(kernel, query, keys, values, ranges, valid)
 
 
+def _gathered(share: jax.Array) -> jax.Array:
+    """[B, S / fsdp, K, H] of every device of `fsdp`, as [B, S, K, H].
+
+    Heads are joined on the way: on TPUs a reduce-scatter along an axis that does not lie outermost
+    becomes an all-reduce from some size on, and a layout may put heads outside of positions.
+    """
+    batch, length, *heads = share.shape
+    whole = jax.lax.all_gather(share.reshape(batch, length, -1), FSDP, axis=1, tiled=True)
+    return whole.reshape(batch, -1, *heads)
+
+
 def _joined(parts: tuple[jax.Array, ...]) -> jax.Array:
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=2)  # [B, K, S, H]
+    """[B, S, K, H] of all parts, as [B, K, S, H]."""
+    whole = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
+    return whole.transpose(0, 2, 1, 3)
 
 
 def _on_device(
