@@ -33,7 +33,7 @@ from thundersync_jax.learner.streaming import ScoreSettings
 from thundersync_jax.model.presets import TransformerConfig, preset
 from thundersync_jax.sharding import MeshShape, make_mesh
 
-NUM_PAIRS, NUM_HELD, NUM_SLOTS = 2, 1, 3
+NUM_HELD, NUM_GROUPS = 1, 32
 TOKENS_PER_STEP = 16384
 
 
@@ -44,10 +44,17 @@ def model_of(name: str) -> TransformerConfig:
     return preset(name, dtype="bfloat16", remat="block")
 
 
+def num_pairs(num_replicas: int) -> int:
+    """Of a replica, for NUM_GROUPS on all of them; two where there are few."""
+    return NUM_GROUPS // num_replicas if num_replicas > 2 else 2
+
+
 def donated_bytes(place: Placement, bucket: int, prefix: int) -> dict[Name, int]:
     """Of every program, the bytes on a device that it must not need twice."""
     accumulator, slots = device_bytes(place.accumulator), place.slots
-    summed = (1 + 2 * NUM_PAIRS) * accumulator + device_bytes((slots.adjoint1, slots.adjoint2))
+    summed = (1 + 2 * num_pairs(place.num_replicas)) * accumulator + device_bytes(
+        (slots.adjoint1, slots.adjoint2)
+    )
     return {
         Fold(prefix, bucket): summed + NUM_HELD * accumulator,
         PromptForward(prefix): device_bytes(slots),
@@ -62,7 +69,7 @@ def donated_bytes(place: Placement, bucket: int, prefix: int) -> dict[Name, int]
 def resident_bytes(place: Placement) -> int:
     """What the learner keeps on a device all the time."""
     master = () if place.is_master_shared else place.master
-    sums = (1 + 2 * NUM_PAIRS + NUM_HELD) * device_bytes(place.accumulator)
+    sums = (1 + 2 * num_pairs(place.num_replicas) + NUM_HELD) * device_bytes(place.accumulator)
     return sums + device_bytes((place.params, master, place.opt_state, place.slots))
 
 
@@ -90,9 +97,9 @@ def reports(
     mesh, model = make_mesh(shape, devices), model_of(name)
     shapes = Shapes(
         lanes_per_call=lambda bucket: max(1, TOKENS_PER_STEP // bucket),
-        num_pairs=NUM_PAIRS,
+        num_pairs=num_pairs(shape.data),
         num_held=NUM_HELD,
-        num_slots=NUM_SLOTS,
+        num_slots=num_pairs(shape.data) + NUM_HELD,
         slot_length=prefix,
     )
     programs = Programs(

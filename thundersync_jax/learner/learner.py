@@ -99,7 +99,7 @@ class Learner:
         self._config, self._programs = config, programs
         master = programs.place_master(params)
         self.state = TrainState(params=master, opt_state=programs.init_opt_state(master))
-        self.params = programs.gather(master)
+        self.params: Params = programs.gather(master)
         pairs = Pairs(
             programs.accumulator,
             size=config.pool_size,
@@ -268,7 +268,7 @@ class Learner:
     def load(self, state: TrainState) -> None:
         """Goes on from a restored state; the step in progress is dropped."""
         self.abandon()
-        self.state = state
+        self.state, self.params = state, None
         self.params = self._programs.gather(state.params)
 
     def abandon(self) -> None:
@@ -376,6 +376,7 @@ class Learner:
         state.params, state.opt_state, buffers.batch, norm = self._programs.update(
             state.params, state.opt_state, buffers.batch, denominator
         )
+        self.params = None  # freed before its successor is made
         self.params = self._programs.gather(state.params)
         value = float(norm)  # blocks until the update is complete
         if not math.isfinite(value):

@@ -103,11 +103,11 @@ class Programs:
     def temporaries(self) -> dict[Name, int]:
         """Bytes of a device that each compiled program takes besides the learner's buffers."""
         made = [Whole.ACCUMULATOR, Whole.SLOTS] + [Whole.GATHER] * self.placement.is_master_shared
-        memory: dict[Name, Any] = {n: p.memory_analysis() for n, p in self._compiled.items()}
+        is_cpu = self._mesh.devices.flat[0].platform == "cpu"
         return {
-            n: m.temp_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes
-            for n, m in memory.items()
-            if n not in made
+            name: _extra_bytes(program, is_cpu=is_cpu)
+            for name, program in self._compiled.items()
+            if name not in made
         }
 
     # -- running ----------------------------------------------------------------------------------
@@ -328,6 +328,17 @@ class Programs:
             axis_names={sharding.DATA},
             check_vma=False,
         )
+
+
+def _extra_bytes(program: jax.stages.Compiled, *, is_cpu: bool) -> int:
+    """What a program needs on a device besides its arguments.
+
+    Accelerators refuse by the peak, which counts no fragments; the CPU's leaves temporaries out.
+    """
+    memory: Any = program.memory_analysis()
+    new = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    peak = memory.peak_memory_in_bytes - memory.argument_size_in_bytes
+    return memory.temp_size_in_bytes + new if is_cpu else max(peak, new)
 
 
 def _zeros(abstract: Any) -> _Program:
