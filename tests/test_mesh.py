@@ -32,7 +32,7 @@ EIGHT = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS
     ],
 )
 def test_every_mesh_gives_the_reference_gradient_and_the_same_update(shape: str):
-    """Shared prompts, all four paths, groups that span replicas."""
+    """Shared prompts, all paths, packed lanes, groups that span replicas, pairs in the host."""
     command = [sys.executable, str(TESTS / "mesh_run.py"), *shape.split(), "4"]
     result = subprocess.run(
         command, capture_output=True, text=True, timeout=500, env={**os.environ, **EIGHT}, cwd=TESTS
