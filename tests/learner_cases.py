@@ -40,7 +40,7 @@ __all__ = [
 
 
 def tiny(dtype: str = "float32") -> TransformerConfig:
-    """A one-layer model: the learner's arithmetic does not depend on depth."""
+    """A two-layer model: the learner's arithmetic does not depend on depth."""
     return dataclasses.replace(
         preset("tiny", vocab_size=VOCAB_SIZE, dtype=dtype),
         num_layers=2,

@@ -207,7 +207,7 @@ def test_programs_that_do_not_fit_are_refused_when_they_are_compiled(sized: Lear
         learner.warm_up()
 
 
-def test_without_a_stated_limit_the_cpu_offers_its_host_and_refuses_nothing():
+def test_without_a_stated_limit_the_cpu_offers_its_host_and_others_refuse_nothing():
     learner = lc.make_learner(memory_run.MODEL, pool_size=-1, **SHAPES)
     assert learner.memory.config.pool_size == memory.MAX_GROUPS
     room = memory.room_of(jax.devices()[0], reserved_bytes=5)
@@ -216,7 +216,8 @@ def test_without_a_stated_limit_the_cpu_offers_its_host_and_refuses_nothing():
     assert room.reserved_bytes == 5
     assert 0 < (room.device_bytes or 0) <= physical
     beyond = plan_of(1)
-    memory.check_fits(dataclasses.replace(beyond, room=Room(device_bytes=1, is_host=True)))
+    with pytest.raises(MemoryPlanError):
+        memory.check_fits(dataclasses.replace(beyond, room=Room(device_bytes=1, is_host=True)))
     memory.check_fits(dataclasses.replace(beyond, room=memory.room_of(Device(None))))
     assert memory.room_of(Device({"bytes_limit": 7})).device_bytes == 7
 

@@ -179,10 +179,11 @@ class LearnerSection:
             f"at least the longest bucket, {self.buckets[-1]} tokens",
         )
         check(
-            list(self.prompt_buckets) == sorted(set(self.prompt_buckets)),
+            list(self.prompt_buckets) == sorted(set(self.prompt_buckets))
+            and min(self.prompt_buckets, default=1) >= 1,
             "learner.prompt_buckets",
             self.prompt_buckets,
-            "ascending lengths",
+            "ascending lengths of at least 1",
         )
         check_choice("learner.normalizer", self.normalizer, ("token_mean", "trajectory_mean"))
         check_choice("learner.advantage", self.advantage, ("grpo", "dr_grpo"))

@@ -5,8 +5,7 @@ Invariants:
     they are appended together by `TrajectoryBuilder` and checked again whenever a
     `TrajectoryTokens` is made.
   * Action tokens are exactly the tokens the policy sampled. Everything else (tool output, template
-    text) is an
-    observation: mask False, log-probability 0, version `OBSERVATION_VERSION`.
+    text) is an observation: mask False, log-probability 0, version `OBSERVATION_VERSION`.
   * A trajectory ends in exactly one of a finite reward or a failure. A failure has no reward: it is
     never a zero.
 
@@ -17,13 +16,14 @@ jax.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 OBSERVATION_VERSION = -1
+
+MAX_REWARD = 1e30  # float32 sums of such weights stay finite
 
 
 class TrajectoryError(ValueError):
@@ -237,14 +237,17 @@ class TrajectoryRecord:
 
 
 def check_reward(reward: float) -> float:
-    """Returns `reward` as a float; raises TrajectoryError unless it is a finite number."""
+    """Returns `reward` as a float; raises TrajectoryError unless it is a finite number that
+    gradients in float32 can be weighted with.
+    """
     if isinstance(reward, bool) or not isinstance(reward, (int, float, np.integer, np.floating)):
         raise TrajectoryError(
             f"a reward must be a finite number, got {reward!r} of type {type(reward).__name__}"
         )
-    if not math.isfinite(reward):
+    # Integers of any size compare with floats; NaN compares with nothing.
+    if not -MAX_REWARD <= reward <= MAX_REWARD:
         raise TrajectoryError(
-            f"a reward must be finite, got {reward!r}: report a broken attempt as a failure, not "
-            "as a number"
+            f"a reward must be finite and at most {MAX_REWARD:g} in size, got {reward!r}: report a "
+            "broken attempt as a failure, not as a number"
         )
     return float(reward)

@@ -2,9 +2,8 @@
 best.
 
 Saves are synchronous: the arrays are donated to the next update, and a save that fails must stop
-  the run here, not be
-noticed later. Orbax writes to a temporary directory and renames, so a killed save leaves no
-checkpoint at all.
+the run here, not be noticed later. Orbax writes to a temporary directory and renames, so a killed
+save leaves no checkpoint at all.
 """
 
 from __future__ import annotations

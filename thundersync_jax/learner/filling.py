@@ -67,15 +67,14 @@ class Filling:
         lane = LaneWork(group=group, members=members, path=path, pair=pair)
         self._lanes[replica].append(lane)
 
-    def add_ahead(self, group: Group, member: Member, free_held: list[set[int]], most: int) -> bool:
+    def add_ahead(self, group: Group, member: Member, free_held: list[set[int]], most: int) -> None:
         """Puts AHEAD work on a replica with less than `most` lanes and a free held buffer."""
         for replica in self._replicas(group):
             if len(self._lanes[replica]) < most and free_held[replica]:
                 held = free_held[replica].pop()
                 lane = LaneWork(group=group, members=(member,), path=Path.AHEAD, held=held)
                 self._lanes[replica].append(lane)
-                return True
-        return False
+                return
 
     def can_stream(self, group: Group) -> bool:
         """The group has a pair on some replica that may run it, or could have one."""

@@ -288,6 +288,7 @@ class Learner:
 
     def _begin_step(self) -> None:
         self._statistics = StepStatistics(self._config)
+        self._failure: NonFiniteGradientError | None = None
 
     def _check_ids(self, name: str, ids: np.ndarray) -> None:
         outside = ids[(ids < 0) | (ids >= self._vocab_size)]
@@ -361,6 +362,8 @@ class Learner:
 
     def _finish(self) -> None:
         """Runs what is left of the step; raises unless its gradient is complete and finite."""
+        if self._failure is not None:
+            raise self._failure
         self.work()
         unfinished = self._schedule.unfinished()
         if unfinished:
@@ -380,10 +383,11 @@ class Learner:
         self.params = self._programs.gather(state.params)
         value = float(norm)  # blocks until the update is complete
         if not math.isfinite(value):
-            raise NonFiniteGradientError(
+            self._failure = NonFiniteGradientError(
                 f"the batch gradient has norm {value} although every trajectory's is finite: a sum "
-                "overflowed"
+                "overflowed. Call abandon() to start the step again"
             )
+            raise self._failure
         self._record("update", 0, 0, started_s)
         self.state.policy_version += 1
         return value

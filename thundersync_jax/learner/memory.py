@@ -5,11 +5,12 @@ a pair and a prompt slot on its replica, so both grow together. The largest prog
 for the most that could fit, for their temporaries are known to the compiler alone.
 
 `Learner` calls `plan_memory` in its constructor and `check_programs` when all is compiled. A device
-that states no limit refuses nothing. The CPU states none; -1 takes the host's memory there.
+that states no limit refuses nothing; on the CPU the host's memory is the limit.
 """
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import os
 from collections.abc import Callable, Mapping
@@ -217,8 +218,8 @@ def fit(config: LearnerSection, most: MemoryPlan) -> MemoryPlan:
 
 
 def check_fits(plan: MemoryPlan) -> None:
-    """Raises MemoryPlanError when a device that states a limit has less."""
-    if not plan.room.is_host and not plan.fits:
+    """Raises MemoryPlanError when a device has less; the CPU counts the host's whole memory."""
+    if not plan.fits:
         raise _refusal(plan)
 
 
@@ -271,9 +272,11 @@ def _remedy(plan: MemoryPlan) -> str:
     """Every single change that would do; what else helps where none would."""
     found = []
     for key, least in _LEAST.items():
-        values = range(getattr(plan.config, key) - 1, least - 1, -1)
-        fitting = next((value for value in values if _changed(plan, key, value).fits), None)
-        found += [] if fitting is None else [f"learner.{key} = {fitting}"]
+        smaller = range(least, getattr(plan.config, key))
+        at = bisect.bisect_left(
+            smaller, True, key=lambda value: not _changed(plan, key, value).fits
+        )
+        found += [f"learner.{key} = {smaller[at - 1]}"] if at else []
     if _changed(plan, "pool_memory", "pinned_host").fits:
         found.append("learner.pool_memory = 'pinned_host'")
     advice = "use more devices along fsdp or tensor, or a smaller model"

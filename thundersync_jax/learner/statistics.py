@@ -50,7 +50,7 @@ class StepStatistics:
         self._gap_max = -math.inf
         self._gap_tokens = 0
         self._gap_name = ""
-        self._non_finite: list[str] = []
+        self._non_finite: list[tuple[Group, str]] = []
         self._held: dict[Member, Note] = {}
         self.has_gradient = False
 
@@ -60,25 +60,33 @@ class StepStatistics:
             self._held[lane.member] = note
             return
         name = ", ".join(lane.group.name(member) for member in lane.members)
-        self.has_gradient |= lane.path is Path.DIRECT
+        self.has_gradient |= lane.path is Path.DIRECT  # which a group of equal rewards never takes
         self._gap_sum += note.gap_sum
         self._gap_tokens += sum(member.num_action_tokens for member in lane.members)
         if note.gap_max > self._gap_max:
             self._gap_max, self._gap_name = note.gap_max, name
         if not note.is_finite:
-            self._non_finite.append(name)
+            self._non_finite.append((lane.group, name))
 
     def release(self, lane: LaneWork) -> None:
-        """The verdict of a held gradient came: it counts, or a failed one is forgotten."""
+        """The verdict of a held gradient came: it counts, or is forgotten where it has no weight:
+        the attempt failed, or all rewards of its group are equal.
+        """
         note = self._held.pop(lane.member)
-        if lane.member.reward is not None:
+        has_weight = lane.path is Path.STREAM or not self._is_zero(lane.group)
+        if lane.member.reward is not None and has_weight:
             self.add(lane, note)
 
     def check_finite(self) -> None:
-        if self._non_finite:
+        """Raises NonFiniteGradientError; a group of equal rewards adds nothing, whatever it is."""
+        names = [name for group, name in self._non_finite if not self._is_zero(group)]
+        if names:
             raise NonFiniteGradientError(
-                "the score gradient is not finite for " + "; ".join(self._non_finite[:8])
+                "the score gradient is not finite for " + "; ".join(names[:8])
             )
+
+    def _is_zero(self, group: Group) -> bool:
+        return group.moments(self._config.advantage).is_zero_variance
 
     def check_gap(self) -> None:
         """Raises LogprobGapError when the data are not on-policy and nothing weights that."""

@@ -1,0 +1,61 @@
+"""Steps that must change nothing, and failures that must not be forgotten."""
+
+from __future__ import annotations
+
+import jax
+import learner_cases as lc
+import numpy as np
+import pytest
+
+from thundersync_jax.learner.memory import MemoryPlanError
+from thundersync_jax.learner.statistics import NonFiniteGradientError
+from thundersync_jax.trajectory import TrajectoryError, check_reward
+
+
+def group_of_two(learner, *, is_ahead: bool, rewards: tuple[float, float]) -> None:
+    """A group whose gradients are computed before its verdicts, or after."""
+    group = learner.open_group("t", [1, 2, 3], 2)
+    for index in range(2):
+        tokens = lc.random_tokens(np.random.default_rng(index), 3)
+        learner.add_trajectory(group, index, tokens)
+    if is_ahead:
+        assert learner.work() == 2
+    for index, reward in enumerate(rewards):
+        learner.set_reward(group, index, reward)
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_equal_rewards_change_nothing_whenever_their_gradients_were_computed(is_ahead: bool):
+    """Adam's moments would move the weights along a gradient of exactly zero."""
+    learner = lc.make_learner(lc.tiny(), buckets=(64,), pool_size=0)
+    group_of_two(learner, is_ahead=False, rewards=(0.0, 1.0))
+    assert not learner.update().is_empty
+    before = lc.copy_state(learner)
+    group_of_two(learner, is_ahead=is_ahead, rewards=(1.0, 1.0))
+    report = learner.update()
+    assert report.is_empty and report.policy_version == 1
+    for old, new in zip(before, lc.copy_state(learner), strict=True):
+        np.testing.assert_array_equal(old, new)
+
+
+def test_an_overflowed_step_stays_refused_until_it_is_abandoned():
+    learner = lc.make_learner(lc.tiny(), buckets=(64,), pool_size=0, advantage="dr_grpo")
+    group_of_two(learner, is_ahead=False, rewards=(1e30, -1e30))
+    for _ in range(2):
+        with pytest.raises(NonFiniteGradientError, match=r"norm inf.*abandon"):
+            learner.update()
+    learner.abandon()
+    group_of_two(learner, is_ahead=False, rewards=(0.0, 1.0))
+    assert learner.update().policy_version == 1
+    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(learner.params))
+
+
+@pytest.mark.parametrize("reward", [1e31, -1e39, float("inf"), float("nan"), 10**400])
+def test_a_reward_beyond_float32_sums_is_refused(reward: float):
+    with pytest.raises(TrajectoryError, match="at most 1e"):
+        check_reward(reward)
+
+
+def test_a_pool_larger_than_the_host_is_refused_on_the_cpu_too():
+    with pytest.raises(MemoryPlanError, match=r"learner.pool_size = \d+ would fit"):
+        lc.make_learner(lc.tiny(), pool_size=10**9, prompt_buckets=())
