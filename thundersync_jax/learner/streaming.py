@@ -175,7 +175,8 @@ def accumulate(
         (grad, prefix_grad), (gap_sum, gap_max) = _lane_gradient(
             settings, prefix_bucket, params, slots, lanes, lane
         )
-        is_finite = jnp.stack([jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grad)]).all()
+        leaves = jax.tree.leaves((grad, prefix_grad))
+        is_finite = jnp.stack([jnp.all(jnp.isfinite(g)) for g in leaves]).all()
         stats = stats.replace(
             gap_sum=stats.gap_sum.at[lane].set(gap_sum),
             gap_max=stats.gap_max.at[lane].set(gap_max),
