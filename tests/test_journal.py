@@ -24,7 +24,7 @@ from thundersync_jax.coordinator.journal import (
     replay,
     to_json,
 )
-from thundersync_jax.trajectory import TrajectoryKey
+from thundersync_jax.trajectory import MAX_REWARD, TrajectoryKey
 
 STARTED = ev.RunStarted(mode=ev.Mode.BARRIER, max_open_groups=4, max_empty_steps=5)
 KEYS = st.builds(TrajectoryKey, step=st.integers(), group=st.integers(), index=st.integers())
@@ -38,7 +38,7 @@ ENTRIES = st.one_of(
         group_size=st.integers(1),
     ),
     st.builds(ev.ContentFinal, key=KEYS),
-    st.builds(ev.RewardKnown, key=KEYS, reward=st.floats(allow_nan=False, allow_infinity=False)),
+    st.builds(ev.RewardKnown, key=KEYS, reward=st.floats(-MAX_REWARD, MAX_REWARD)),
     st.builds(ev.AttemptFailed, key=KEYS, reason=st.text()),
     st.builds(ev.DeadlinePassed, timeout_s=st.floats(0, 1e9)),
     st.just(ev.LearnerIdle()),
