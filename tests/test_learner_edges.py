@@ -7,6 +7,7 @@ import learner_cases as lc
 import numpy as np
 import pytest
 
+from thundersync_jax.config_sections import LearnerSection
 from thundersync_jax.learner.memory import MemoryPlanError
 from thundersync_jax.learner.statistics import NonFiniteGradientError
 from thundersync_jax.trajectory import TrajectoryError, check_reward
@@ -59,3 +60,24 @@ def test_a_reward_beyond_float32_sums_is_refused(reward: float):
 def test_a_pool_larger_than_the_host_is_refused_on_the_cpu_too():
     with pytest.raises(MemoryPlanError, match=r"learner.pool_size = \d+ would fit"):
         lc.make_learner(lc.tiny(), pool_size=10**9, prompt_buckets=())
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e4, -1e6])
+def test_streamed_rewards_may_lie_anywhere(offset: float):
+    """Rewards far from zero in relation to their spread, also after a step with other rewards:
+    G1 and G2 hold no large terms that cancel.
+    """
+    rewards = (offset, offset + 1.0, offset + 1.0, offset + 3.0)
+    learner = lc.make_learner(lc.tiny(), buckets=(64,), pool_size=1, held_gradients=0)
+    group_of_two(learner, is_ahead=False, rewards=(1e3, 1e3 + 1))
+    learner.update()
+    rng = np.random.default_rng(1)
+    trajectories = tuple(lc.random_tokens(rng, 3) for _ in rewards)
+    case = lc.Case(prompt=(1, 2), trajectories=trajectories, rewards=rewards)
+    want = lc.reference(lc.tiny(), learner.params, [case], LearnerSection())
+    group = learner.open_group("t", case.prompt, len(rewards))
+    for index, (tokens, reward) in enumerate(zip(trajectories, rewards, strict=True)):
+        learner.add_trajectory(group, index, tokens)
+        learner.set_reward(group, index, reward)
+        assert learner.work() >= 1
+    assert lc.rel_l2(learner.gradient(), want) <= 1e-6

@@ -50,7 +50,6 @@ def _distance(dtype: str, pool_size: int) -> float:
         LearnerSection(), pool_size=pool_size, tokens_per_step=64, max_logprob_gap=1e9
     )
     learner = Learner(config, OptimizerSection(), model, init_params(model, 0))
-    learner.state.reward_center = 0.8
     distances = []
     for order in range(ORDERS_PER_POOL):
         cases = random_batch(order)

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from thundersync_jax.learner.buckets import Example, LaneItem, pad_lanes, pad_prompts
-from thundersync_jax.learner.groups import Member, Path
+from thundersync_jax.learner.groups import Group, Member, Path
 from thundersync_jax.learner.pairs import Pairs
 from thundersync_jax.learner.program_names import Fold
 from thundersync_jax.learner.programs import Programs
@@ -49,12 +49,8 @@ class Accumulators:
         self._slots = self._programs.prompt_slots()
         self.batch = self._programs.accumulator()
 
-    def fold(self, params: Params, work: FoldWork, center: float) -> LaneStats:
-        """Runs one accumulate call; returns its statistics [R, K] as host arrays.
-
-        Args:
-          center: c of G1 = sum (r_i - c) g_i.
-        """
+    def fold(self, params: Params, work: FoldWork) -> LaneStats:
+        """Runs one accumulate call; returns its statistics [R, K] as host arrays."""
         reached, pairs = self._pairs.reach(work.pairs)
         buffers = (self.batch, *pairs, *self._held)
         lanes = pad_lanes(
@@ -71,8 +67,8 @@ class Accumulators:
         to_prompt = np.zeros((shape[0], 2, shape[2]))
         for replica, filled in enumerate(work.replicas):
             for at, lane in enumerate(filled):
-                coefficients[replica, :, at] = self._coefficients(lane, reached, center)
-                to_prompt[replica, :, at] = self._pair_coefficients(lane, center)
+                coefficients[replica, :, at] = self._coefficients(lane, reached)
+                to_prompt[replica, :, at] = self._pair_coefficients(lane)
         used = self._slots if work.prefix_bucket else None
         results, slots, stats = self._programs.fold(
             Fold(work.prefix_bucket, work.bucket),
@@ -89,7 +85,7 @@ class Accumulators:
         self._slots = slots if work.prefix_bucket else self._slots
         return jax.device_get(stats)
 
-    def bind(self, work: BindWork, center: float) -> None:
+    def bind(self, work: BindWork) -> None:
         """Folds the held gradients whose verdicts came, and drops those that failed."""
         reached, pairs = self._pairs.reach(work.pairs)
         num_replicas = len(work.replicas)
@@ -98,9 +94,9 @@ class Accumulators:
         slot = np.zeros(num_replicas, np.int32)
         for replica, lane in enumerate(work.replicas):
             if lane is not None and lane.member.reward is not None:
-                row = self._coefficients(lane, reached, center)
+                row = self._coefficients(lane, reached)
                 coefficients[replica] = row[: 1 + len(pairs)]
-                to_prompt[replica] = self._pair_coefficients(lane, center)
+                to_prompt[replica] = self._pair_coefficients(lane)
                 slot[replica] = lane.group.slots.get(replica, 0)
         fields: dict[str, Any] = {
             "is_used": np.array([lane is not None for lane in work.replicas]),
@@ -116,13 +112,12 @@ class Accumulators:
         self._pairs.put(reached, results[1:])
         jax.block_until_ready(self.batch)
 
-    def close(self, work: CloseWork, center: float) -> None:
+    def close(self, work: CloseWork) -> None:
         """Adds pairs to the batch sum, with the coefficients of their groups' final moments."""
         coefficients = np.zeros((len(work.replicas), 2))
         for replica, group in enumerate(work.replicas):
             if group is not None:
-                moments = group.moments(self._advantage)
-                coefficients[replica] = moments.closing_coefficients(center)
+                coefficients[replica] = self._closing_coefficients(group)
         is_used = np.array([group is not None for group in work.replicas])
         reached, pairs = self._pairs.reach([work.index])
         at = 2 * reached.index(work.index)
@@ -132,7 +127,7 @@ class Accumulators:
         self._pairs.put(reached, (*pairs[:at], *closed, *pairs[at + 2 :]))
         jax.block_until_ready(self.batch)
 
-    def prompt(self, params: Params, work: PromptWork, center: float) -> None:
+    def prompt(self, params: Params, work: PromptWork) -> None:
         """Runs prompts forward into their slots, or backward with their combined adjoints."""
         assert self._slots is not None
         prompts = pad_prompts(
@@ -149,8 +144,7 @@ class Accumulators:
         coefficients = np.zeros((self._programs.num_replicas, 2))
         for replica, group in enumerate(work.replicas):
             if group is not None:
-                moments = group.moments(self._advantage)
-                coefficients[replica] = moments.closing_coefficients(center)
+                coefficients[replica] = self._closing_coefficients(group)
         self.batch = self._programs.prompt_backward(
             params, self.batch, self._slots, coefficients, prompts
         )
@@ -161,7 +155,7 @@ class Accumulators:
         slots = self._programs.placement.slots
         return 0 if slots is None else slots.kv.keys.shape[1] - self._num_held + index
 
-    def _coefficients(self, lane: LaneWork, reached: list[int], center: float) -> np.ndarray:
+    def _coefficients(self, lane: LaneWork, reached: list[int]) -> np.ndarray:
         """The weights of one gradient in (batch, pairs, held)."""
         weights = np.zeros(1 + 2 * len(reached) + self._num_held)
         match lane.path:
@@ -170,22 +164,25 @@ class Accumulators:
             case Path.STREAM:
                 assert lane.pair is not None
                 first = 1 + 2 * reached.index(lane.pair)
-                weights[first : first + 2] = self._pair_coefficients(lane, center)
+                weights[first : first + 2] = self._pair_coefficients(lane)
             case Path.AHEAD:
                 assert lane.held is not None
                 weights[1 + 2 * len(reached) + lane.held] = 1.0
         return weights
 
-    def _pair_coefficients(self, lane: LaneWork, center: float) -> tuple[float, float]:
+    def _pair_coefficients(self, lane: LaneWork) -> tuple[float, float]:
         """The weights of one gradient in (G1, G2), or of its prompt's share in its slot's pair."""
         if lane.path is Path.AHEAD:
             return 1.0, 0.0  # held as it is
         if lane.path is Path.DIRECT and len(lane.members) > 1:
             moments = lane.group.moments(self._advantage)
-            return 1.0 / moments.closing_coefficients(center)[0], 0.0
+            return moments.scale, 0.0
         reward = lane.members[0].reward  # a packed lane that streams has one reward
         assert reward is not None
-        return reward - center, 1.0
+        return reward - lane.group.center, 1.0
+
+    def _closing_coefficients(self, group: Group) -> tuple[float, float]:
+        return group.moments(self._advantage).closing_coefficients(group.center)
 
     def _item(self, lane: LaneWork, replica: int) -> LaneItem:
         """A packed lane's advantages are in its token weights: it has one gradient."""

@@ -70,10 +70,7 @@ class Checkpointer:
 
     def save(self, state: TrainState, position: RunPosition, *, reward: float) -> None:
         """Saves after `position.num_steps` steps; `reward` ranks it for the best one kept."""
-        meta = dataclasses.asdict(position) | {
-            "policy_version": state.policy_version,
-            "reward_center": state.reward_center,
-        }
+        meta = dataclasses.asdict(position) | {"policy_version": state.policy_version}
         args = ocp.args.Composite(
             state=ocp.args.StandardSave({"params": state.params, "opt_state": state.opt_state}),
             meta=ocp.args.JsonSave(meta),
@@ -104,7 +101,6 @@ class Checkpointer:
                 params=restored.state["params"],
                 opt_state=restored.state["opt_state"],
                 policy_version=meta.pop("policy_version"),
-                reward_center=meta.pop("reward_center"),
             )
             return state, RunPosition(**meta)
         except (

@@ -97,6 +97,8 @@ class Group:
       slots: replica -> prompt slot reserved there.
       loaded: replicas whose slot holds the prompt's keys and values.
       pairs: replica -> index of the group's pair (G1, G2) there, while it streams.
+      center: c of G1 = sum (r_i - c) g_i: the first reward that arrived. The sum is the same for
+        every c, but only one near the rewards leaves no large terms that cancel.
     """
 
     group_id: int
@@ -108,6 +110,7 @@ class Group:
     slots: dict[int, int] = dataclasses.field(default_factory=dict)
     loaded: set[int] = dataclasses.field(default_factory=set)
     pairs: dict[int, int] = dataclasses.field(default_factory=dict)
+    center: float = 0.0
     is_closed: bool = False
 
     @property
@@ -124,6 +127,13 @@ class Group:
     def is_accumulated(self) -> bool:
         """Nothing is left but the close."""
         return all(m.stage in (Stage.DONE, Stage.FAILED) for m in self.members)
+
+    def set_reward(self, member: Member, reward: float) -> None:
+        """Gives a member its verdict; raises LearnerError unless it waits for one."""
+        member.advance(Stage.READY, self.name(member))
+        if all(m.reward is None for m in self.members):
+            self.center = reward
+        member.reward = reward
 
     def moments(self, kind: str) -> GroupMoments:
         """Moments over the members that have a reward, in index order."""

@@ -193,8 +193,7 @@ class Learner:
             value = check_reward(reward)
         except TrajectoryError as error:
             raise TrajectoryError(f"{found.name(member)}: {error}") from None
-        member.advance(Stage.READY, found.name(member))
-        member.reward = value
+        found.set_reward(member, value)
 
     def set_failed(self, group: int, index: int, reason: str) -> None:
         """Ends a trajectory without a reward: it leaves the group's moments too."""
@@ -258,9 +257,6 @@ class Learner:
             grad_norm=norm,
             learning_rate=rate,
         )
-        rewards = [m.reward for g in groups for m in g.members if m.reward is not None]
-        if rewards:
-            self.state.reward_center = float(np.mean(np.asarray(rewards, np.float64)))
         self._schedule.clear()
         self._begin_step()
         return report
@@ -317,25 +313,25 @@ class Learner:
 
     def _run(self, work: Work) -> tuple[str, int, int]:
         """Runs one call; returns (kind, bucket, trajectories) for the log."""
-        center, params, buffers = self.state.reward_center, self.params, self._buffers
+        params, buffers = self.params, self._buffers
         statistics = self._statistics
         match work:
             case CloseWork(replicas=groups):
-                buffers.close(work, center)
+                buffers.close(work)
                 moments = [g.moments(self._config.advantage) for g in groups if g is not None]
                 statistics.has_gradient |= not all(m.is_zero_variance for m in moments)
                 return "close", 0, 0
             case PromptWork(prefix_bucket=bucket, is_backward=is_backward):
-                buffers.prompt(params, work, center)
+                buffers.prompt(params, work)
                 return ("prompt_backward" if is_backward else "prompt_forward"), bucket, 0
             case BindWork(replicas=bound):
-                buffers.bind(work, center)
+                buffers.bind(work)
                 lanes = [lane for lane in bound if lane is not None]
                 for lane in lanes:
                     statistics.release(lane)
                 return "bind", 0, len(lanes)
             case FoldWork():
-                stats = buffers.fold(params, work, center)
+                stats = buffers.fold(params, work)
                 for replica, filled in enumerate(work.replicas):
                     for at, lane in enumerate(filled):
                         statistics.add(lane, note_of(stats, replica, at))

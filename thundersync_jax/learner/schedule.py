@@ -102,8 +102,8 @@ class Schedule:
         return [name for group in self.groups if not group.is_closed for name in group.waiting()]
 
     def next_work(self) -> Work | None:
-        """The call that is due, or None when nothing is ready."""
-        closing = [g for g in self.groups if self._is_closing(g)]
+        """The call that is due, with the buffers that it needs taken; None when nothing is ready."""
+        closing = [g for g in self.groups if self._ready_to_close(g)]
         close = self._close([g for g in closing if g.pairs])
         if close is not None:
             return close
@@ -160,8 +160,8 @@ class Schedule:
 
     # -- closing --------------------------------------------------------------------------------
 
-    def _is_closing(self, group: Group) -> bool:
-        """Complete, and every gradient is folded; what has none is finished here."""
+    def _ready_to_close(self, group: Group) -> bool:
+        """Finishes what has no gradient; whether the group's buffers are all that is left of it."""
         if group.is_closed or not group.is_complete:
             return False
         if any(m.held is not None for m in group.members):

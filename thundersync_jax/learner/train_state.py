@@ -16,11 +16,8 @@ class TrainState:
     Attributes:
       params, opt_state: pytrees of device arrays; donated to every update.
       policy_version: number of applied updates.
-      reward_center: c of the reward-linear form: mean reward of the previous update (float64), 0 at
-        first.
     """
 
     params: Params
     opt_state: optax.OptState
     policy_version: int = 0
-    reward_center: float = 0.0
