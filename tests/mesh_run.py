@@ -15,6 +15,7 @@ import numpy as np
 
 from thundersync_jax.config_sections import LearnerSection, OptimizerSection
 from thundersync_jax.learner.learner import Learner
+from thundersync_jax.model.sharded import init_on_mesh
 from thundersync_jax.model.transformer import init_params
 from thundersync_jax.sharding import MeshShape, make_mesh
 
@@ -48,8 +49,12 @@ def batch(seed: int) -> list[lc.Case]:
 def main() -> None:
     data, fsdp, tensor, num_orders = map(int, sys.argv[1:])
     mesh = make_mesh(MeshShape(data=data, fsdp=fsdp, tensor=tensor))
-    learner = Learner(CONFIG, OPTIMIZER, MODEL, init_params(MODEL, 0), mesh=mesh)
+    params = init_on_mesh(MODEL, 0, mesh)
+    made = jax.tree.map(lambda x: x.sharding, params)
+    learner = Learner(CONFIG, OPTIMIZER, MODEL, params, mesh=mesh)
+    is_kept_there = made == jax.tree.map(lambda x: x.sharding, learner.state.params)
     whole = jax.device_get(learner.state.params)
+    same = jax.tree.map(np.array_equal, whole, jax.device_get(init_params(MODEL, 0)))
     distances = []
     for order in range(num_orders):
         cases = batch(order % 2)
@@ -64,7 +69,13 @@ def main() -> None:
     alone.update()
     moved = jax.tree.map(np.subtract, jax.device_get(learner.params), whole)
     wanted = jax.tree.map(np.subtract, jax.device_get(alone.params), whole)
-    result = {"distances": distances, "update": lc.rel_l2(moved, wanted), "paths": paths}
+    result = {
+        "is_kept_there": is_kept_there,
+        "is_same_start": all(jax.tree.leaves(same)),
+        "distances": distances,
+        "update": lc.rel_l2(moved, wanted),
+        "paths": paths,
+    }
     print(json.dumps(result))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from thundersync_jax.model.presets import preset
-from thundersync_jax.model.sharded import check_divisible
+from thundersync_jax.model.sharded import check_mesh
 from thundersync_jax.sharding import MeshError, MeshShape, make_mesh, partition_spec
 
 TESTS = Path(__file__).parent
@@ -39,34 +40,56 @@ def test_every_mesh_gives_the_reference_gradient_and_the_same_update(shape: str)
     )
     assert result.returncode == 0, result.stderr[-3000:]
     found = json.loads(result.stdout)
+    assert found["is_same_start"] and found["is_kept_there"]  # the weights as made on the mesh
     assert max(found["distances"]) <= 1e-5
     assert found["update"] <= 1e-3  # Adam divides entries near zero by themselves
     assert sum(found["paths"].values()) == 13
 
 
-def test_an_impossible_mesh_is_refused_with_what_fits():
+def test_a_mesh_is_of_whole_axes_over_as_many_devices():
     device = jax.devices()[:1]
-    with pytest.raises(MeshError, match=r"mesh.data = 0: expected at least 1"):
+    with pytest.raises(MeshError, match=r"\(0, 1, 1\) has data = 0: expected at least 1"):
         MeshShape(data=0)
-    with pytest.raises(MeshError, match=r"fsdp 2 x tensor 1 needs 2 devices, there are 1"):
+    with pytest.raises(MeshError, match=r"\(1, 2, 1\) needs 2 devices, got 1: pass as many"):
         make_mesh(MeshShape(fsdp=2), device)
 
 
-def test_sizes_that_do_not_divide_are_all_named_with_the_nearest_mesh():
-    model = preset("tiny", vocab_size=14)
-    check_divisible(MeshShape(fsdp=4, tensor=2), model, (16, 64))
+@pytest.mark.parametrize(
+    ("shape", "lengths", "num_devices", "wrong", "nearest"),
+    [
+        (
+            (1, 4, 8),
+            (16, 62),
+            32,
+            "tensor = 8 does not divide heads = 4, kv_heads = 4, vocab = 14",
+            (8, 2, 2),
+        ),
+        ((1, 4, 8), (16, 62), 32, "fsdp = 4 does not divide bucket 62", (8, 2, 2)),
+        ((1, 4, 1), (16, 62), 8, "fsdp = 4 does not divide bucket 62", (2, 2, 1)),
+        ((1, 4, 2), (16,), 4, "needs 8 devices, there are 4", (1, 2, 2)),
+        ((3, 1, 1), (16,), 1, "needs 3 devices, there are 1", (1, 1, 1)),
+        ((1, 1, 7), (16,), 7, "tensor = 7 does not divide heads = 4", (7, 1, 1)),
+    ],
+)
+def test_a_mesh_that_does_not_fit_is_refused_with_the_nearest_that_does(
+    shape, lengths, num_devices, wrong, nearest
+):
+    model = dataclasses.replace(preset("tiny", vocab_size=14), num_kv_heads=4)
+    given = MeshShape(**dict(zip(("data", "fsdp", "tensor"), shape, strict=True)))
     with pytest.raises(MeshError) as caught:
-        check_divisible(MeshShape(fsdp=4, tensor=8), model, (16, 62))
+        check_mesh(given, model, lengths, num_devices=num_devices)
     message = str(caught.value)
-    assert "heads = 4 over tensor = 8 (the nearest that divides is 4)" in message
-    assert "vocab = 14 over tensor = 8 (the nearest that divides is 7)" in message
-    assert "bucket 62 over fsdp = 4 (the nearest that divides is 2)" in message
+    assert message.startswith(f"config.learner.mesh = {shape}: ")
+    assert wrong in message
+    assert message.endswith(f'--config.learner.mesh="{nearest}"')
     assert "embed" not in message
+    works = MeshShape(**dict(zip(("data", "fsdp", "tensor"), nearest, strict=True)))
+    check_mesh(works, model, lengths, num_devices=num_devices)
 
 
 def test_the_table_refuses_unknown_and_twice_used_axes():
     assert partition_spec(("layers", "embed", "mlp")) == PartitionSpec(None, "fsdp", "tensor")
-    with pytest.raises(MeshError, match=r"\['width'\] are not in the table"):
+    with pytest.raises(MeshError, match=r"\['width'\] are not in the table.*add them"):
         partition_spec(("embed", "width"))
     with pytest.raises(MeshError, match="use a mesh axis twice"):
         partition_spec(("heads", "mlp"))

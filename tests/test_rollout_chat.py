@@ -35,25 +35,29 @@ def test_ids_are_the_places_in_the_vocabulary() -> None:
 
 @pytest.mark.parametrize("text", ["hi\nho", "ho", "<unknown>", "hi "])
 def test_unknown_text_raises_with_its_name(text: str) -> None:
-    with pytest.raises(TokenizerError, match=r"'(ho|<unknown>|hi )' is not one of the 8 words"):
+    with pytest.raises(
+        TokenizerError, match=r"'(ho|<unknown>|hi )' is not one of the 8 words.*one a line"
+    ):
         TOKENIZER.encode(text)
 
 
 @pytest.mark.parametrize("token_id", [8, -1])
 def test_ids_outside_the_vocabulary_raise(token_id: int) -> None:
-    with pytest.raises(TokenizerError, match=rf"\[{token_id}\] are not below vocab_size = 8"):
+    with pytest.raises(
+        TokenizerError, match=rf"\[{token_id}\] are not below vocab_size = 8.*to 0 or 8"
+    ):
         TOKENIZER.decode([0, token_id])
 
 
 @pytest.mark.parametrize(
     ("vocabulary", "message"),
     [
-        ((), "begins with"),
-        (("a", "b"), "begins with '<bos>' and '<eos>', got"),
-        (("<bos>", "<eos>", "a", "a"), r"must differ, got \['a'\] twice"),
-        (("<bos>", "<eos>", ""), r"got \[''\]"),
-        (("<bos>", "<eos>", "a\nb"), "without newlines"),
-        (("<bos>", "<eos>", "<unknown>"), "other than '<unknown>'"),
+        ((), r"begins with \[\]"),
+        (("a", "b"), r"begins with \['a', 'b'\]: put '<bos>' and '<eos>' first"),
+        (("<bos>", "<eos>", "a", "a"), r"\['a'\] more than once: list every word once"),
+        (("<bos>", "<eos>", ""), r"\[''\]: a word is one whole line"),
+        (("<bos>", "<eos>", "a\nb"), "has no newline.*Split or rename"),
+        (("<bos>", "<eos>", "<unknown>"), "is not '<unknown>'"),
     ],
 )
 def test_a_vocabulary_that_cannot_work_is_refused(

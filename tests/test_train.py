@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import json
 import shutil
@@ -9,21 +10,28 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
+from typing import Any
 
 import jax
 import learner_cases as lc
 import pytest
 import small_run
 
-from thundersync_jax.config import resolve
+from thundersync_jax.config import RunConfig, resolve
 from thundersync_jax.learner.checkpoint import Checkpointer
 from thundersync_jax.learner.learner import Learner
+from thundersync_jax.learner.memory import MemoryPlanError
 from thundersync_jax.metrics import read_jsonl
 from thundersync_jax.model.presets import preset
 from thundersync_jax.model.transformer import init_params
 from thundersync_jax.replay import replay_step
+from thundersync_jax.trainer import Trainer
+from thundersync_jax.trajectory import Task
 from thundersync_jax.trajectory_log import read_step
+from thundersync_jax.viewing.progress import Progress
+from thundersync_jax.workdir import WorkDirectory
 
 TESTS = Path(__file__).parent
 TIMEOUT_S = 200
@@ -285,3 +293,32 @@ def test_bad_input_is_one_paragraph_and_touches_nothing(
     assert sorted((p, p.stat().st_mtime_ns) for p in finished.rglob("*")) == before
     left = {p.name for p in (tmp_path / "run").glob("*")}
     assert left <= {"lock", "compile_cache"}  # config.json would claim the directory
+
+
+class Compiling:
+    """A learner or a serving worker that compiles, or is refused."""
+
+    def __init__(self, is_refused: bool) -> None:
+        self._is_refused = is_refused
+
+    def warm_up(self) -> int:
+        if self._is_refused:
+            raise MemoryPlanError("too large")
+        return 1
+
+
+@pytest.mark.parametrize("refused", ["learner", "worker"])
+def test_a_run_that_does_not_compile_leaves_its_directory_to_another(tmp_path: Path, refused: str):
+    """config.json would refuse the corrected configuration."""
+    workdir = WorkDirectory(tmp_path / "run")
+    runtime: Any = types.SimpleNamespace(
+        config=RunConfig(),
+        workdir=workdir,
+        train_tasks=[Task(task_id="t", instruction="")],
+        sandbox_report=types.SimpleNamespace(backend="none", unenforced=()),
+        learner=Compiling(refused == "learner"),
+        worker=Compiling(refused == "worker"),
+    )
+    with Progress("none", num_steps=1) as progress, pytest.raises(MemoryPlanError):
+        asyncio.run(Trainer(runtime, progress).run())
+    assert not [path for path in workdir.root.rglob("*") if path.is_file()]

@@ -14,6 +14,7 @@ from typing import Any
 from thundersync_jax.errors import check, check_choice
 
 RESUME_MUTABLE = {"resume_mutable": True}
+MAX_LANES = 4096  # trajectories of one learner call and replica
 
 
 def mutable(default: Any) -> Any:
@@ -53,12 +54,7 @@ class RunSection:
         expected = "at least 2: the advantage of a lone trajectory is always 0"
         check(self.group_size >= 2, "run.group_size", self.group_size, expected)
         check(self.step_timeout_s > 0, "run.step_timeout_s", self.step_timeout_s, "above 0")
-        check(
-            self.progress in ("auto", "rich", "plain", "none"),
-            "run.progress",
-            self.progress,
-            "'auto', 'rich', 'plain' or 'none'",
-        )
+        check_choice("run.progress", self.progress, ("auto", "rich", "plain", "none"))
         self.profile_range  # noqa: B018  a malformed range is refused here
 
     @property
@@ -79,12 +75,10 @@ class RunSection:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelSection:
-    """Which model: a preset of `model/presets.py`, with optional changes (0 or "" keeps the
-    preset's value).
+    """Which model: a preset of `model/presets.py`, with its vocabulary and arithmetic.
 
     Attributes:
-      vocab_size: 0 takes the preset's, or the environment's vocabulary where the preset leaves it
-        open.
+      vocab_size: 0 takes as many as the environment's vocabulary has words.
       max_context: tokens of prompt and trajectory together; also the length of a serving row.
       dtype: arithmetic of the forward pass: "float32", "bfloat16" or "float64".
       remat: "none", "block" (keep block inputs only) or "dots" (keep matrix products).
@@ -155,7 +149,14 @@ class LearnerSection:
     max_logprob_gap: float = 0.5
 
     def __post_init__(self) -> None:
-        check(len(self.mesh) == 3, "learner.mesh", self.mesh, "devices along data, fsdp, tensor")
+        whole = tuple(max(1, size) for size in (*self.mesh, 1, 1, 1)[:3])
+        check(
+            self.mesh == whole,
+            "learner.mesh",
+            self.mesh,
+            "three numbers of at least 1: devices along data, fsdp, tensor",
+            f'For instance --config.learner.mesh="{whole}".',
+        )
         expected = "0 or more buffers, or -1 for as many as fit"
         check(self.pool_size >= -1, "learner.pool_size", self.pool_size, expected)
         is_number = self.prompt_slots >= 1 or self.prompt_slots == -1
@@ -173,10 +174,18 @@ class LearnerSection:
         for key in ("pairs_per_call", "min_shared_tokens"):
             check(getattr(self, key) >= 1, f"learner.{key}", getattr(self, key), "at least 1")
         check(
-            self.tokens_per_step >= self.buckets[-1],
+            self.pack_tokens == 0 or self.pack_tokens >= self.buckets[0],
+            "learner.pack_tokens",
+            self.pack_tokens,
+            f"0 (packs nothing), or at least the shortest of learner.buckets = {self.buckets}",
+        )
+        most = max(self.buckets[-1], MAX_LANES * self.buckets[0])
+        check(
+            self.buckets[-1] <= self.tokens_per_step <= most,
             "learner.tokens_per_step",
             self.tokens_per_step,
-            f"at least the longest bucket, {self.buckets[-1]} tokens",
+            f"at least the longest bucket, {self.buckets[-1]} tokens, and at most {most}: "
+            f"{MAX_LANES} trajectories of the shortest bucket a call",
         )
         check(
             list(self.prompt_buckets) == sorted(set(self.prompt_buckets))
@@ -212,12 +221,7 @@ class OptimizerSection:
     clip_norm: float = 0.5
 
     def __post_init__(self) -> None:
-        check(
-            self.learning_rate > 0,
-            "optimizer.learning_rate",
-            self.learning_rate,
-            "a positive number",
-        )
+        check(self.learning_rate > 0, "optimizer.learning_rate", self.learning_rate, "above 0")
         check_choice("optimizer.schedule", self.schedule, ("constant", "cosine"))
         check(self.clip_norm > 0, "optimizer.clip_norm", self.clip_norm, "a positive number")
         check(self.warmup_steps >= 0, "optimizer.warmup_steps", self.warmup_steps, "0 or more")

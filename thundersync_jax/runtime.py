@@ -25,10 +25,9 @@ from thundersync_jax.envs.data import load_tasks
 from thundersync_jax.errors import ConfigError, check
 from thundersync_jax.learner.learner import Learner
 from thundersync_jax.model.presets import TransformerConfig, preset
-from thundersync_jax.model.sharded import check_divisible
-from thundersync_jax.model.transformer import init_params
+from thundersync_jax.model.sharded import check_mesh, init_on_mesh
 from thundersync_jax.rollout.agent import derive_seed
-from thundersync_jax.rollout.chat import Tokenizer, word_tokenizer
+from thundersync_jax.rollout.chat import Tokenizer, TokenizerError, word_tokenizer
 from thundersync_jax.rollout.rollout import RolloutRunner
 from thundersync_jax.sandbox.base import SandboxPool, SelfTestReport
 from thundersync_jax.sandbox.selection import open_pool
@@ -38,6 +37,8 @@ from thundersync_jax.serving.worker import ServingWorker
 from thundersync_jax.sharding import MeshShape, make_mesh
 from thundersync_jax.trajectory import Task
 from thundersync_jax.workdir import WorkDirectory
+
+_SPLIT_REMEDY = "Name splits that it has in config.data.train_split and config.data.eval_split"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,6 +79,7 @@ async def build(config: RunConfig, workdir: WorkDirectory) -> Runtime:
     suite = load_suite(config.env)
     tokenizer = word_tokenizer(suite.vocabulary)
     model = make_model(config, tokenizer)
+    mesh = make_learner_mesh(config, model)
     train_tasks = _tasks(config, suite, workdir, config.data.train_split)
     eval_tasks = (
         _tasks(config, suite, workdir, config.data.eval_split)[: config.evaluation.num_tasks]
@@ -85,15 +87,15 @@ async def build(config: RunConfig, workdir: WorkDirectory) -> Runtime:
         else ()
     )
     for task in (*train_tasks, *eval_tasks):
-        _check_prompt(task, tokenizer.encode(suite.prompt(task)), config.model.max_context)
+        _check_prompt(task.task_id, suite.prompt(task), tokenizer, config.model.max_context)
     sandboxes, sandbox_report = await open_pool(config.sandbox)
     engine = PolicyEngine(model, config.serving, config.model.max_context)
     learner = Learner(
         config.learner,
         config.optimizer,
         model,
-        init_params(model, config.run.seed),
-        mesh=make_learner_mesh(config, model),
+        init_on_mesh(model, config.run.seed, mesh),
+        mesh=mesh,
         temperature=config.sampling.temperature,
         logprob_chunk=config.model.logprob_chunk,
         reserved_bytes=_serving_bytes(engine),
@@ -121,7 +123,7 @@ def load_suite(env: EnvSection) -> EnvironmentSuite:
     except Exception as error:  # a user's code, whatever it raises
         raise ConfigError(
             f"{env.factory} with config.env.options = {dict(env.options)!r} raised "
-            f"{describe_error(error)}"
+            f"{describe_error(error)}. Mend the options, or the function"
         ) from error
 
 
@@ -139,6 +141,7 @@ def make_model(config: RunConfig, tokenizer: Tokenizer) -> TransformerConfig:
         "model.vocab_size",
         model.vocab_size,
         f"at least the {tokenizer.vocab_size} words of the environment's vocabulary",
+        "0 takes just these.",
     )
     return model
 
@@ -146,9 +149,10 @@ def make_model(config: RunConfig, tokenizer: Tokenizer) -> TransformerConfig:
 def make_learner_mesh(config: RunConfig, model: TransformerConfig) -> Mesh:
     """The configured mesh over the first devices; MeshError when it cannot hold the model."""
     data, fsdp, tensor = config.learner.mesh
-    shape = MeshShape(data=data, fsdp=fsdp, tensor=tensor)
-    check_divisible(shape, model, (*config.learner.buckets, *config.learner.prompt_buckets))
-    return make_mesh(shape, jax.devices()[: shape.num_devices])
+    shape, devices = MeshShape(data=data, fsdp=fsdp, tensor=tensor), jax.devices()
+    lengths = (*config.learner.buckets, *config.learner.prompt_buckets)
+    check_mesh(shape, model, lengths, num_devices=len(devices))
+    return make_mesh(shape, devices[: shape.num_devices])
 
 
 def _serving_bytes(engine: PolicyEngine) -> int:
@@ -174,16 +178,24 @@ def _tasks(
         tasks = suite.tasks(split)
     except (ValueError, KeyError, TypeError, ImportError) as error:
         source = data.builder or config.env.factory
-        raise ConfigError(f"{source} gives no tasks for the split {split!r}: {error}") from error
+        raise ConfigError(
+            f"{source} gives no tasks for the split {split!r}: {error}. {_SPLIT_REMEDY}"
+        ) from error
     if not len(tasks):
-        raise ConfigError(f"the split {split!r} of {config.env.factory} has no tasks")
+        raise ConfigError(
+            f"the split {split!r} of {config.env.factory} has no tasks. {_SPLIT_REMEDY}"
+        )
     return tasks
 
 
-def _check_prompt(task: Task, prompt_ids: Sequence[int], max_context: int) -> None:
-    if not 1 <= len(prompt_ids) < max_context:
+def _check_prompt(task_id: str, prompt: str, tokenizer: Tokenizer, max_context: int) -> None:
+    try:
+        num_tokens = len(tokenizer.encode(prompt))
+    except TokenizerError as error:
+        raise ConfigError(f"the prompt of task {task_id!r}: {error}") from error
+    if not 1 <= num_tokens < max_context:
         raise ConfigError(
-            f"task {task.task_id!r} has a prompt of {len(prompt_ids)} tokens: expected 1 to "
+            f"task {task_id!r} has a prompt of {num_tokens} tokens: expected 1 to "
             f"{max_context - 1}, so that one more fits config.model.max_context = {max_context}. "
             "Shorten the prompt or raise model.max_context, learner.buckets with it"
         )
@@ -200,7 +212,10 @@ def _import(name: str, key: str) -> Callable[..., Any]:
             "packages"
         ) from error
     if not hasattr(module, attribute):
-        raise ConfigError(f"config.{key} = {name!r}: module {module_name} has no {attribute!r}")
+        raise ConfigError(
+            f"config.{key} = {name!r}: module {module_name} has no {attribute!r}. Name a function "
+            "that it has"
+        )
     return getattr(module, attribute)
 
 

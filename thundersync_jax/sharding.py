@@ -12,7 +12,6 @@ Optimizer state and master weights are sharded over data as well.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,7 +37,7 @@ TABLE: dict[str, str | None] = {
 
 
 class MeshError(UserError, ValueError):
-    """A mesh that cannot hold the model or the devices: the numbers, and the nearest that works."""
+    """A mesh that does not fit the model or the devices: what does not, and what does."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,7 +51,10 @@ class MeshShape:
     def __post_init__(self) -> None:
         for name, size in dataclasses.asdict(self).items():
             if size < 1:
-                raise MeshError(f"mesh.{name} = {size}: expected at least 1")
+                raise MeshError(
+                    f"a mesh of {dataclasses.astuple(self)} has {name} = {size}: expected at least "
+                    "1 along every axis, as in (1, 1, 1)"
+                )
 
     @property
     def num_devices(self) -> int:
@@ -63,11 +65,9 @@ def make_mesh(shape: MeshShape, devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh of the given shape over `devices` (all of them by default)."""
     found = list(jax.devices() if devices is None else devices)
     if shape.num_devices != len(found):
-        rest = len(found) // math.gcd(len(found), shape.fsdp * shape.tensor)
         raise MeshError(
-            f"a mesh of data {shape.data} x fsdp {shape.fsdp} x tensor {shape.tensor} needs "
-            f"{shape.num_devices} devices, there are {len(found)}: with data = {rest}, fsdp x "
-            f"tensor must be {len(found) // rest}"
+            f"a mesh of {dataclasses.astuple(shape)} needs {shape.num_devices} devices, got "
+            f"{len(found)}: pass as many as it has, or another shape"
         )
     return jax.make_mesh(
         (shape.data, shape.fsdp, shape.tensor),
@@ -85,11 +85,16 @@ def partition_spec(axes: Sequence[str]) -> PartitionSpec:
     """
     unknown = [axis for axis in axes if axis not in TABLE]
     if unknown:
-        raise MeshError(f"logical axes {unknown} are not in the table of {sorted(TABLE)}")
+        raise MeshError(
+            f"logical axes {unknown} are not in the table of {sorted(TABLE)}: add them there"
+        )
     placed = [TABLE[axis] for axis in axes]
     used = [axis for axis in placed if axis is not None]
     if len(used) != len(set(used)):
-        raise MeshError(f"logical axes {tuple(axes)} use a mesh axis twice: {placed}")
+        raise MeshError(
+            f"logical axes {tuple(axes)} use a mesh axis twice: {placed}. Place one of them on "
+            "another axis of the table, or on None"
+        )
     return PartitionSpec(*placed)
 
 

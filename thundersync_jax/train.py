@@ -46,7 +46,6 @@ def main(argv: Sequence[str]) -> int:
 
     async def train() -> tuple[str | None, bool]:
         runtime = await build(config, workdir)
-        workdir.claim(config)
         with Progress(config.run.progress, num_steps=config.run.num_steps) as progress:
             trainer = Trainer(runtime, progress)
             return await run_interruptibly(trainer), trainer.is_interrupted

@@ -102,6 +102,8 @@ class Trainer:
             )
             self._progress.message("compiling; the work directory keeps the programs")
             num_programs = await asyncio.to_thread(runtime.learner.warm_up)
+            await asyncio.to_thread(runtime.worker.warm_up)
+            runtime.workdir.claim(self._config)
             await asyncio.to_thread(self._restore)
             self._progress.resume(self._position.num_steps)
             await asyncio.to_thread(runtime.worker.start)

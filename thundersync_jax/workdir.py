@@ -87,7 +87,7 @@ class WorkDirectory:
             self._lock = None
 
     def claim(self, config: RunConfig) -> None:
-        """Writes config.json, once everything that the configuration names was found."""
+        """Writes config.json, once everything compiled and before any other file of the run."""
         write_atomically(self.config, json.dumps(describe(config), indent=2) + "\n")
 
     def _check_same(self, config: RunConfig) -> None:

@@ -102,7 +102,7 @@ class Schedule:
         return [name for group in self.groups if not group.is_closed for name in group.waiting()]
 
     def next_work(self) -> Work | None:
-        """The call that is due, with the buffers that it needs taken; None when nothing is ready."""
+        """The call that is due, its buffers taken; None when nothing is ready."""
         closing = [g for g in self.groups if self._ready_to_close(g)]
         close = self._close([g for g in closing if g.pairs])
         if close is not None:

@@ -52,8 +52,9 @@ class Tokenizer:
         if self.unknown_id in encoding.ids:
             start, end = encoding.offsets[encoding.ids.index(self.unknown_id)]
             raise TokenizerError(
-                f"{text[start:end]!r} is not one of the {self.vocab_size} words of the vocabulary: "
-                "prompts and observations must be written in them"
+                f"{text[start:end]!r} is not one of the {self.vocab_size} words of the vocabulary. "
+                "Prompts and observations consist of its words, one a line: put newlines between "
+                "them, or add this one to the vocabulary"
             )
         return tuple(encoding.ids)
 
@@ -63,7 +64,8 @@ class Tokenizer:
         if outside:
             raise TokenizerError(
                 f"token ids {outside[:4]} are not below vocab_size = {self.vocab_size}: "
-                "the model's vocabulary is larger than its tokenizer's"
+                "the model's vocabulary is larger than its tokenizer's. Set "
+                f"config.model.vocab_size to 0 or {self.vocab_size}"
             )
         return self.backend.decode(list(token_ids), skip_special_tokens=False)
 
@@ -75,15 +77,18 @@ def word_tokenizer(vocabulary: Sequence[str]) -> Tokenizer:
     """
     duplicates = [word for word, count in collections.Counter(vocabulary).items() if count > 1]
     if duplicates:
-        raise TokenizerError(f"words of a vocabulary must differ, got {duplicates[:4]} twice")
+        raise TokenizerError(
+            f"the vocabulary has {duplicates[:4]} more than once: list every word once"
+        )
     broken = [word for word in vocabulary if not word or "\n" in word or word == _UNKNOWN]
     if broken:
         raise TokenizerError(
-            f"words must be non-empty, without newlines, other than {_UNKNOWN!r}: got {broken[:4]}"
+            f"the vocabulary has {broken[:4]}: a word is one whole line of text, so it is not "
+            f"empty and has no newline, and it is not {_UNKNOWN!r}. Split or rename these words"
         )
     if tuple(vocabulary[:2]) != (BOS, EOS):
         raise TokenizerError(
-            f"a vocabulary begins with {BOS!r} and {EOS!r}, got {list(vocabulary[:2])}"
+            f"the vocabulary begins with {list(vocabulary[:2])}: put {BOS!r} and {EOS!r} first"
         )
     ids = {word: i for i, word in enumerate((*vocabulary, _UNKNOWN))}
     backend = TokenizersBackend(models.WordLevel(ids, unk_token=_UNKNOWN))
