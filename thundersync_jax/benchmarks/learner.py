@@ -30,7 +30,7 @@ from thundersync_jax.model.transformer import init_params
 from thundersync_jax.trajectory import TrajectoryBuilder, TrajectoryTokens
 
 GROUP_SIZE, OWN_TOKENS, LONG_PROMPT, SHORT_PROMPT = 8, 256, 256, 16
-NUM_PAIRED = 7
+NUM_PAIRED = 15
 SPACING = 1.2  # arrivals for the tails, in gradients of one trajectory
 GRADER_GRADIENTS = 6.0  # a slow grader, in the same unit
 SHORT_TOKENS = 48  # own tokens of the trajectories that are packed
@@ -87,7 +87,7 @@ def workload(prompt_tokens: int, size: int = GROUP_SIZE, own_tokens: int = OWN_T
     return Workload(
         prompt=tuple(rng.integers(0, 512, prompt_tokens).tolist()),
         trajectories=tuple(trajectory() for _ in range(size)),
-        rewards=tuple(rng.normal(size=size).tolist()),
+        rewards=tuple(float(i % 2) for i in range(size)),  # a verifier says yes or no
     )
 
 
@@ -161,8 +161,11 @@ def tail(
 
 
 def medians(timed: dict[str, Callable[[], float]], repetitions: int) -> dict[str, list[float]]:
-    """Seconds of each, taken in turn; the first round is warm-up."""
-    rounds = [{name: measure() for name, measure in timed.items()} for _ in range(repetitions + 1)]
+    """Seconds of each, taken in turn, forward and backward; the first round is warm-up."""
+    rounds = []
+    for repetition in range(repetitions + 1):
+        names = list(timed)[:: -1 if repetition % 2 else 1]
+        rounds.append({name: timed[name]() for name in names})
     return {name: [r[name] for r in rounds[1:]] for name in timed}
 
 
@@ -201,7 +204,13 @@ def run() -> Report:
     gradient_s = statistics.median(times["stream"]) / GROUP_SIZE
     results |= tails(sharing, gradient_s) | packing()
     results |= ahead(plain, statistics.median(times["stream_short"]) / GROUP_SIZE)
-    config = {"group_size": GROUP_SIZE, "shared": LONG_PROMPT, "own": OWN_TOKENS}
+    config = {
+        "group_size": GROUP_SIZE,
+        "shared": LONG_PROMPT,
+        "own": OWN_TOKENS,
+        "rewards": long.rewards,
+        "num_paired": NUM_PAIRED,
+    }
     return Report(benchmark="learner", config=config, results=results)
 
 

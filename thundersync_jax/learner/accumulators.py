@@ -17,7 +17,7 @@ from thundersync_jax.learner.groups import Group, Member, Path
 from thundersync_jax.learner.pairs import Pairs
 from thundersync_jax.learner.program_names import Fold
 from thundersync_jax.learner.programs import Programs
-from thundersync_jax.learner.streaming import Binding, LaneStats, Params, PromptSlots
+from thundersync_jax.learner.streaming import Binding, Params, PromptSlots
 from thundersync_jax.learner.work import BindWork, CloseWork, FoldWork, LaneWork, PromptWork
 
 
@@ -49,8 +49,8 @@ class Accumulators:
         self._slots = self._programs.prompt_slots()
         self.batch = self._programs.accumulator()
 
-    def fold(self, params: Params, work: FoldWork) -> LaneStats:
-        """Runs one accumulate call; returns its statistics [R, K] as host arrays."""
+    def fold(self, params: Params, work: FoldWork) -> np.ndarray:
+        """Runs one accumulate call; returns what it says of its lanes, [R, STATISTICS, K]."""
         reached, pairs = self._pairs.reach(work.pairs)
         buffers = (self.batch, *pairs, *self._held)
         lanes = pad_lanes(
@@ -83,7 +83,7 @@ class Accumulators:
         self.batch, self._held = results[0], list(results[1 + num_pairs :])
         self._pairs.put(reached, results[1 : 1 + num_pairs])
         self._slots = slots if work.prefix_bucket else self._slots
-        return jax.device_get(stats)
+        return np.asarray(stats)
 
     def bind(self, work: BindWork) -> None:
         """Folds the held gradients whose verdicts came, and drops those that failed."""

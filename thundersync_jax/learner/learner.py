@@ -287,8 +287,8 @@ class Learner:
         self._failure: NonFiniteGradientError | None = None
 
     def _check_ids(self, name: str, ids: np.ndarray) -> None:
-        outside = ids[(ids < 0) | (ids >= self._vocab_size)]
-        if outside.size:
+        if ids.size and not 0 <= ids.min() <= ids.max() < self._vocab_size:
+            outside = ids[(ids < 0) | (ids >= self._vocab_size)]
             raise LearnerError(
                 f"{name}: token ids {outside[:4].tolist()} are outside the vocabulary of "
                 f"{self._vocab_size}"

@@ -104,13 +104,8 @@ class Placement:
 
     def stats(self, lanes_per_call: int) -> Any:
         """What `streaming.accumulate` reports."""
-        shape = (self.num_replicas, lanes_per_call)
-        fields: Any = {
-            "gap_sum": np.zeros(shape, np.float32),
-            "gap_max": np.zeros(shape, np.float32),
-            "is_finite": np.zeros(shape, np.bool_),
-        }
-        return self.local(streaming.LaneStats(**fields))
+        shape = (self.num_replicas, streaming.STATISTICS, lanes_per_call)
+        return self.local(np.zeros(shape, np.float32))
 
     def _opt_state(self, optimizer: optax.GradientTransformation) -> Any:
         """Moments lie where their parameters' master copies lie; counters everywhere."""

@@ -30,7 +30,7 @@ from thundersync_jax.learner.program_names import (
     Shapes,
     Whole,
 )
-from thundersync_jax.learner.streaming import Binding, LaneStats, Params, PromptSlots, ScoreSettings
+from thundersync_jax.learner.streaming import Binding, Params, PromptSlots, ScoreSettings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +121,7 @@ class Programs:
         coefficients: np.ndarray,
         pair_coefficients: np.ndarray,
         lanes: Lanes,
-    ) -> tuple[tuple[Params, ...], PromptSlots | None, LaneStats]:
+    ) -> tuple[tuple[Params, ...], PromptSlots | None, jax.Array]:
         """`streaming.accumulate` on every replica; buffers and slots are donated.
 
         Args:

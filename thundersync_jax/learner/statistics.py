@@ -10,7 +10,6 @@ import numpy as np
 
 from thundersync_jax.config_sections import LearnerSection
 from thundersync_jax.learner.groups import Group, Member, Path, Stage
-from thundersync_jax.learner.streaming import LaneStats
 from thundersync_jax.learner.work import LaneWork
 from thundersync_jax.transport.messages import UpdateReport
 
@@ -32,13 +31,10 @@ class Note:
     is_finite: bool
 
 
-def note_of(stats: LaneStats, replica: int, lane: int) -> Note:
-    """One lane of a call's statistics [R, K]."""
-    return Note(
-        gap_sum=float(stats.gap_sum[replica, lane]),
-        gap_max=float(stats.gap_max[replica, lane]),
-        is_finite=bool(stats.is_finite[replica, lane]),
-    )
+def note_of(stats: np.ndarray, replica: int, lane: int) -> Note:
+    """One lane of a call's statistics [R, STATISTICS, K]; see `streaming.accumulate`."""
+    gap_sum, gap_max, is_finite = stats[replica, :, lane].tolist()
+    return Note(gap_sum=gap_sum, gap_max=gap_max, is_finite=bool(is_finite))
 
 
 class StepStatistics:

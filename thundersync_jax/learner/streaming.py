@@ -15,6 +15,8 @@ g stays out of it. Accumulators have at least float32.
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -30,6 +32,7 @@ from thundersync_jax.model.presets import TransformerConfig
 from thundersync_jax.model.transformer import forward, keys_values, output_kernel
 
 Params = Any  # a pytree of arrays; the model alone knows its structure
+STATISTICS = 3  # numbers that a call says of a lane, in one array: each costs a transfer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,14 +43,6 @@ class ScoreSettings:
     temperature: float = 1.0
     tis_cap: float = 0.0
     logprob_chunk: int = 16384
-
-
-class LaneStats(struct.PyTreeNode):
-    """Per lane [K]: sum and maximum of |learner - sampler| over action tokens; is g finite."""
-
-    gap_sum: jax.Array
-    gap_max: jax.Array
-    is_finite: jax.Array
 
 
 class PromptSlots(struct.PyTreeNode):
@@ -119,14 +114,22 @@ def score(
 def fold(acc: Params, coefficient: jax.Array, grad: Params) -> Params:
     """acc + coefficient * grad; with a coefficient of 0 the accumulator is not even read."""
 
-    def add(_: jax.Array, acc: Params) -> Params:
+    def add(acc: Params) -> Params:
         return jax.tree.map(
             lambda a, g: a + coefficient.astype(a.dtype) * g.astype(a.dtype), acc, grad
         )
 
-    # A loop of one round or none: XLA updates its carry in place everywhere, while the branches of
-    # a conditional copy theirs on the CPU.
-    return jax.lax.fori_loop(0, (coefficient != 0).astype(jnp.int32), add, acc)
+    return in_place(coefficient != 0, add, acc)
+
+
+def in_place(is_wanted: jax.Array, change: Callable[[Params], Params], buffers: Params) -> Params:
+    """`change(buffers)` where wanted; otherwise the buffers are not even read.
+
+    A loop of one round or none: XLA updates its carry in place everywhere, while the branches of a
+    conditional copy theirs on the CPU.
+    """
+    rounds = is_wanted.astype(jnp.int32)
+    return jax.lax.fori_loop(0, rounds, lambda _, buffers: change(buffers), buffers)
 
 
 def fold_at(
@@ -151,7 +154,7 @@ def accumulate(
     coefficients: jax.Array,
     pair_coefficients: jax.Array,
     lanes: Lanes,
-) -> tuple[tuple[Params, ...], PromptSlots | None, LaneStats]:
+) -> tuple[tuple[Params, ...], PromptSlots | None, jax.Array]:
     """Folds the score gradients of the filled lanes into every buffer.
 
     Args:
@@ -162,13 +165,12 @@ def accumulate(
       pair_coefficients: [2, K], what the prompt's adjoint pair gets: (r_k - c, 1) on every path, or
         what comes to the same when the pair is combined.
       lanes: padded lanes [K, T]; only the first `lanes.num_lanes` are run.
+
+    Returns:
+      Buffers, slots and float32 [STATISTICS, K], of every lane: sum and maximum of |learner -
+      sampler| over its action tokens, and 1 where its gradient is finite.
     """
-    num_lanes = lanes.tokens.shape[0]
-    stats = LaneStats(
-        gap_sum=jnp.zeros(num_lanes, jnp.float32),
-        gap_max=jnp.zeros(num_lanes, jnp.float32),
-        is_finite=jnp.ones(num_lanes, jnp.bool_),
-    )
+    stats = jnp.zeros((STATISTICS, lanes.tokens.shape[0]), jnp.float32)
 
     def run_lane(lane: jax.Array, carry: Any) -> Any:
         buffers, slots, stats = carry
@@ -177,11 +179,7 @@ def accumulate(
         )
         leaves = jax.tree.leaves((grad, prefix_grad))
         is_finite = jnp.stack([jnp.all(jnp.isfinite(g)) for g in leaves]).all()
-        stats = stats.replace(
-            gap_sum=stats.gap_sum.at[lane].set(gap_sum),
-            gap_max=stats.gap_max.at[lane].set(gap_max),
-            is_finite=stats.is_finite.at[lane].set(is_finite),
-        )
+        stats = stats.at[:, lane].set(jnp.stack([gap_sum, gap_max, is_finite]))
         buffers = tuple(fold(acc, coefficients[b, lane], grad) for b, acc in enumerate(buffers))
         if slots is not None:
             slot, pair = lanes.adjoint_slot[lane], pair_coefficients[:, lane]
@@ -306,14 +304,9 @@ def close_group(
 
         return jax.tree.map(one, batch, reward_score_grad, score_grad)
 
-    batch = jax.lax.cond(is_used & jnp.any(coefficients != 0), add, lambda batch: batch, batch)
-    pair = jax.lax.cond(
-        is_used,
-        lambda pair: jax.tree.map(jnp.zeros_like, pair),
-        lambda pair: pair,
-        (reward_score_grad, score_grad),
-    )
-    return batch, *pair
+    batch = in_place(is_used & jnp.any(coefficients != 0), add, batch)
+    zero = functools.partial(jax.tree.map, jnp.zeros_like)
+    return batch, *in_place(is_used, zero, (reward_score_grad, score_grad))
 
 
 def apply_update(
