@@ -86,6 +86,7 @@ def test_a_gradient_of_32k_tokens_and_150k_words_keeps_neither_scores_nor_logits
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1600)
 def test_a_row_of_32k_tokens_gives_the_sum_of_its_segments():
     rng = np.random.default_rng(0)
     examples = tuple(example(rng, 4096) for _ in range(8))
