@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -232,6 +233,7 @@ class FakeLearner:
         self.calls: list[tuple[object, ...]] = []
         self.threads: set[int] = set()
         self.program_times_s: list[float] = []
+        self.has_postponed = False
 
     def open_group(self, task_id: str, prompt_ids: Sequence[int], group_size: int) -> int:
         self._note("open_group", task_id, tuple(prompt_ids), group_size)
@@ -259,7 +261,7 @@ class FakeLearner:
         assert index not in self._groups[group].verdicts, "one verdict only"
         self._groups[group].verdicts[index] = None
 
-    def work(self, max_steps: int | None = None) -> int:
+    def work(self, max_steps: int | None = None, *, max_call_s: float = math.inf) -> int:
         self._note("work")
         ready = [
             (group, index)
@@ -267,6 +269,9 @@ class FakeLearner:
             for index in group.tokens
             if index not in group.done and group.verdicts.get(index, 0.0) is not None
         ][:max_steps]
+        self.has_postponed = bool(ready) and self._program_s > max_call_s
+        if self.has_postponed:
+            return 0
         for group, index in ready:
             group.done.add(index)
             time.sleep(self._program_s)

@@ -16,6 +16,7 @@ import pytest
 from thundersync_jax.config_sections import RunSection
 from thundersync_jax.coordinator import events as ev
 from thundersync_jax.coordinator.coordinator import Coordinator, StepAbandoned
+from thundersync_jax.coordinator.decode_priority import DecodePriority
 from thundersync_jax.coordinator.group_tracker import StateError
 from thundersync_jax.coordinator.journal import Journal, read_journal
 from thundersync_jax.coordinator.step_run import AttemptPort, StepResult
@@ -33,8 +34,10 @@ class World:
         path: Path,
         attempts: AttemptPort = fakes.instant_attempt,
         learner: fakes.FakeLearner | None = None,
+        priority: DecodePriority | None = None,
         **run: object,
     ) -> None:
+        self.priority = priority or DecodePriority(lambda: 0, 0.0)
         self.learner = learner or fakes.FakeLearner()
         self.journal = Journal(path / "events.jsonl", time.monotonic)
         self.path = path / "events.jsonl"
@@ -61,6 +64,7 @@ class World:
                 publish=self.publish,
                 commit=self.commit,
                 journal=self.journal,
+                priority=self.priority,
             )
             coordinator.start()
             try:
@@ -256,3 +260,48 @@ def test_what_an_attempt_costs_the_shell_does_not_grow_with_the_step(tmp_path: P
         return sum(entry.callcount for entry in profile.getstats())
 
     assert num_calls(12) <= 4.4 * num_calls(3)
+
+
+def test_a_long_call_waits_until_nothing_decodes(tmp_path: Path) -> None:
+    """Group 0 is ready while group 1 still decodes: the learner's call comes after that."""
+    decoding = {"rows": 1}
+    ended_s: list[float] = []
+
+    async def attempt(
+        key: TrajectoryKey, task: Task, prompt_ids: tuple[int, ...], on_content: OnContent
+    ) -> Verdict:
+        if key.group == 1:
+            await asyncio.sleep(0.2)
+            decoding["rows"] = 0
+            ended_s.append(time.monotonic())
+        return await fakes.instant_attempt(key, task, prompt_ids, on_content)
+
+    learner = fakes.FakeLearner(program_s=0.02)
+    priority = DecodePriority(lambda: decoding["rows"], 0.01)
+    world = World(tmp_path, attempt, learner, priority, groups_per_step=2)
+    result = world.run_one()
+    assert result.report.num_trajectories == 8
+    assert min(learner.program_times_s) > min(ended_s)
+    assert result.decode_stall_s == 0
+
+
+def test_short_calls_run_beside_decode_and_are_counted(tmp_path: Path) -> None:
+    learner = fakes.FakeLearner(program_s=0.01)
+    priority = DecodePriority(lambda: 3, 0.5)
+    result = World(tmp_path, learner=learner, priority=priority, groups_per_step=1).run_one()
+    assert result.decode_stall_s >= 4 * 0.01
+
+
+def test_a_quiet_step_says_what_it_waits_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def attempt(
+        key: TrajectoryKey, task: Task, prompt_ids: tuple[int, ...], on_content: OnContent
+    ) -> Verdict:
+        if key.index == 2:
+            await asyncio.sleep(0.5)
+        return await fakes.instant_attempt(key, task, prompt_ids, on_content)
+
+    World(tmp_path, attempt, groups_per_step=1, watchdog_s=0.1).run_one()
+    warnings = [record.getMessage() for record in caplog.records]
+    assert any("group 0 index 2 (running)" in text for text in warnings), warnings

@@ -19,6 +19,7 @@ from ml_collections import ConfigDict
 
 from thundersync_jax.config_sections import (
     CheckpointSection,
+    ColocatedSection,
     DataSection,
     EnvSection,
     EvaluationSection,
@@ -44,6 +45,7 @@ class RunConfig:
     optimizer: OptimizerSection = dataclasses.field(default_factory=OptimizerSection)
     sampling: SamplingSection = dataclasses.field(default_factory=SamplingSection)
     serving: ServingSection = dataclasses.field(default_factory=ServingSection)
+    colocated: ColocatedSection = dataclasses.field(default_factory=ColocatedSection)
     rollout: RolloutSection = dataclasses.field(default_factory=RolloutSection)
     env: EnvSection = dataclasses.field(default_factory=EnvSection)
     sandbox: SandboxSection = dataclasses.field(default_factory=SandboxSection)

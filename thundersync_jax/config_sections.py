@@ -32,6 +32,7 @@ class RunSection:
       num_steps: train steps in all, counting those before a resume.
       groups_per_step, group_size: tasks a step and trajectories a task.
       step_timeout_s: a step that is not terminal by then fails its missing trajectories by name.
+      watchdog_s: after so long without an event, what the step waits for is logged.
       max_empty_steps: this many steps in a row without a gradient stop the run with the reason.
       profile_steps: "A:B" writes a jax.profiler trace of the steps A to B-1; "" writes none.
     """
@@ -43,6 +44,7 @@ class RunSection:
     group_size: int = 12
     max_open_groups: int = mutable(1024)
     step_timeout_s: float = mutable(600.0)
+    watchdog_s: float = mutable(60.0)
     max_empty_steps: int = mutable(5)
     profile_steps: str = mutable("")
     progress: str = mutable("auto")
@@ -53,7 +55,8 @@ class RunSection:
             check(getattr(self, key) >= 1, f"run.{key}", getattr(self, key), "at least 1")
         expected = "at least 2: the advantage of a lone trajectory is always 0"
         check(self.group_size >= 2, "run.group_size", self.group_size, expected)
-        check(self.step_timeout_s > 0, "run.step_timeout_s", self.step_timeout_s, "above 0")
+        for key in ("step_timeout_s", "watchdog_s"):
+            check(getattr(self, key) > 0, f"run.{key}", getattr(self, key), "above 0")
         check_choice("run.progress", self.progress, ("auto", "rich", "plain", "none"))
         self.profile_range  # noqa: B018  a malformed range is refused here
 
@@ -283,6 +286,26 @@ class ServingSection:
             "serving.request_timeout_s",
             self.request_timeout_s,
             "a positive number",
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ColocatedSection:
+    """Learner and engine on the same devices.
+
+    Attributes:
+      max_decode_stall_s: while rows decode, a learner's call that is expected to take longer waits
+        until none does.
+    """
+
+    max_decode_stall_s: float = mutable(1.0)
+
+    def __post_init__(self) -> None:
+        check(
+            self.max_decode_stall_s >= 0,
+            "colocated.max_decode_stall_s",
+            self.max_decode_stall_s,
+            "0 or more seconds",
         )
 
 

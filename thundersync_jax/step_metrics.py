@@ -55,6 +55,7 @@ def step_line(
         "overlap": overlap(work, result.last_reward_s),
         "tail_s": ended_s - result.last_reward_s,
         "max_loop_lag_s": result.max_loop_lag_s,
+        "decode_stall_s": result.decode_stall_s,
         "compiles": compiles,
         "peak_rss_mb": peak_rss_mb(),
     }

@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Sequence
 import jax
 
 from thundersync_jax.coordinator.coordinator import Coordinator, StepAbandoned
+from thundersync_jax.coordinator.decode_priority import DecodePriority
 from thundersync_jax.coordinator.journal import Journal
 from thundersync_jax.coordinator.step_run import StepResult
 from thundersync_jax.envs.data import TaskCursor
@@ -137,6 +138,10 @@ class Trainer:
             publish=self._publish,
             commit=self._commit,
             journal=journal,
+            priority=DecodePriority(
+                lambda: self._runtime.worker.num_decoding,
+                self._config.colocated.max_decode_stall_s,
+            ),
             policy_version=learner.state.policy_version,
             empty_steps=self._position.num_empty_steps,
         )

@@ -16,12 +16,14 @@ is set.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from thundersync_jax.config_sections import RunSection
 from thundersync_jax.coordinator import events as ev
+from thundersync_jax.coordinator.decode_priority import DecodePriority
 from thundersync_jax.coordinator.group_tracker import (
     StateError,
     StepMachine,
@@ -38,9 +40,14 @@ from thundersync_jax.coordinator.step_run import (
     StepResult,
     StepRun,
 )
+from thundersync_jax.coordinator.watchdog import Watchdog
 from thundersync_jax.trajectory import Task, TrajectoryKey
 
 T = TypeVar("T")
+
+_NAMED = 6  # trajectories in a warning; more are counted
+
+_log = logging.getLogger(__name__)
 
 
 class StepAbandoned(RuntimeError):
@@ -55,6 +62,7 @@ class Coordinator:
       commit: makes a step's trajectories durable, after the last verdict and before the update;
         runs in another thread.
       publish: gives the engines the weights of a version; awaited.
+      priority: of decode over the learner's calls, where they share devices.
       clock: seconds; `time.monotonic` is the clock of the learner's and the engines' time stamps.
       policy_version, empty_steps: restored from a checkpoint.
     """
@@ -68,12 +76,13 @@ class Coordinator:
         publish: PublishPort,
         commit: CommitPort,
         journal: Journal,
+        priority: DecodePriority,
         clock: Callable[[], float] = time.monotonic,
         policy_version: int = 0,
         empty_steps: int = 0,
     ) -> None:
         self._run = run
-        self._learner = LearnerThread(learner)
+        self._learner = LearnerThread(learner, priority)
         self._attempts = attempts
         self._publish = publish
         self._commit = commit
@@ -117,6 +126,13 @@ class Coordinator:
     def waiting_for(self) -> dict[TrajectoryKey, TrajectoryState]:
         """The trajectories of the running step that have no verdict, with their states."""
         return self._machine.waiting_for()
+
+    def describe_wait(self) -> str:
+        """What the running step waits for, with the first trajectories by name."""
+        waiting = [f"{key} ({state.value})" for key, state in self.waiting_for().items()]
+        named = "; ".join(waiting[:_NAMED])
+        more = f"; and {len(waiting) - _NAMED} more" if len(waiting) > _NAMED else ""
+        return f"the step is {self._machine.state.value}{': ' if named else ''}{named}{more}"
 
     def request_stop(self, reason: str) -> None:
         """Lets the running step finish; `stop_reason` tells the caller to run no other."""
@@ -165,6 +181,13 @@ class Coordinator:
         )
         loop_lag = LoopLag()
         loop_lag.start()
+        watchdog = Watchdog(
+            self._run.watchdog_s,
+            num_events=lambda: self._journal.num_entries,
+            describe=self.describe_wait,
+            warn=_log.warning,
+        )
+        watchdog.start()
         deadline = asyncio.get_running_loop().call_later(
             self._run.step_timeout_s, self._pass_deadline, step_run
         )
@@ -179,6 +202,7 @@ class Coordinator:
             raise
         finally:
             deadline.cancel()
+            watchdog.stop()
             max_loop_lag_s = loop_lag.stop()
             self._step_run = self._driver = None
             if step_run.stop_reason is not None:

@@ -96,6 +96,11 @@ class Journal:
                 "it away"
             ) from error
 
+    @property
+    def num_entries(self) -> int:
+        """How many there are in the file."""
+        return self._next_seq
+
     def append(self, entry: Entry) -> None:
         """Writes one line, which survives the process; after `sync` it survives the machine too."""
         line = {"seq": self._next_seq, "time_s": round(self._clock(), 6), **to_json(entry)}

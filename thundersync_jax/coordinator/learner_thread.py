@@ -6,6 +6,7 @@ Invariants:
   * What the loop enqueues is delivered by the next `work` call in one batch: one hop between
     threads for many commands and one program.
   * An exception of the learner is raised to whoever awaits the call.
+  * Decode has priority: a call that would stall it is postponed, and `work` says so.
 
 Who calls it: the coordinator, from one asyncio loop.
 """
@@ -14,10 +15,12 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
+from thundersync_jax.coordinator.decode_priority import DecodePriority
 from thundersync_jax.trajectory import TrajectoryKey, TrajectoryTokens
 from thundersync_jax.transport.messages import UpdateReport
 
@@ -35,9 +38,14 @@ class LearnerPort(Protocol):
 
     def set_failed(self, group: int, index: int, reason: str) -> None: ...
 
-    def work(self, max_steps: int | None = None) -> int:
-        """Runs up to `max_steps` ready programs to their completion; returns how many it ran."""
+    def work(self, max_steps: int | None = None, *, max_call_s: float = ...) -> int:
+        """Runs up to `max_steps` ready programs to their completion; returns how many it ran.
+        One that is expected to take more than `max_call_s` is postponed.
+        """
         ...
+
+    @property
+    def has_postponed(self) -> bool: ...
 
     def update(self) -> UpdateReport: ...
 
@@ -45,8 +53,9 @@ class LearnerPort(Protocol):
 class LearnerThread:
     """Enqueues on the loop, runs on the thread. Groups are named by their place in the step."""
 
-    def __init__(self, learner: LearnerPort) -> None:
+    def __init__(self, learner: LearnerPort, priority: DecodePriority) -> None:
         self._learner = learner
+        self._priority = priority
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="learner")
         self._queue: list[Callable[[], None]] = []
         self._group_ids: dict[int, int] = {}
@@ -63,6 +72,16 @@ class LearnerThread:
         """Forgets the groups and the undelivered commands of the step before."""
         self._queue = []
         self._group_ids = {}
+        self._priority.take_stall_s()
+
+    @property
+    def has_postponed(self) -> bool:
+        """Whether the last `work` postponed a call, for rows decode."""
+        return self._learner.has_postponed
+
+    def take_stall_s(self) -> float:
+        """Seconds of calls that began while rows decoded, since the last take."""
+        return self._priority.take_stall_s()
 
     def open_group(
         self, group: int, task_id: str, prompt_ids: tuple[int, ...], group_size: int
@@ -105,4 +124,9 @@ class LearnerThread:
     def _deliver_and_work(self, queue: list[Callable[[], None]], is_released: bool) -> int:
         for deliver in queue:
             deliver()
-        return self._learner.work(max_steps=1) if is_released else 0
+        if not is_released:
+            return 0
+        return self._priority.run(
+            lambda max_call_s: self._learner.work(max_steps=1, max_call_s=max_call_s),
+            time.monotonic,
+        )

@@ -13,6 +13,7 @@ Who calls it: `Coordinator.run_step`, which makes one a step.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -27,6 +28,7 @@ from thundersync_jax.trajectory import Rollout, Task, TrajectoryKey, TrajectoryR
 from thundersync_jax.transport.messages import UpdateReport
 
 ATTEMPT_END_TIMEOUT_S = 30.0
+POSTPONED_S = 0.005  # between two looks whether decode has left the devices
 
 _log = logging.getLogger(__name__)
 
@@ -57,6 +59,7 @@ class StepResult:
       last_reward_s: the last verdict.
       published_s: when the engines had the new weights, None for an empty step.
       max_loop_lag_s: how late the event loop was at worst: long means that something blocked it.
+      decode_stall_s: seconds of the learner's calls that began while rows decoded.
     """
 
     step: int
@@ -68,6 +71,7 @@ class StepResult:
     updated_s: float
     published_s: float | None
     max_loop_lag_s: float
+    decode_stall_s: float
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -194,6 +198,7 @@ class StepRun:
             updated_s=self._updated_s,
             published_s=self._published_s,
             max_loop_lag_s=max_loop_lag_s,
+            decode_stall_s=self._learner.take_stall_s(),
         )
 
     async def _serve_learner(self) -> None:
@@ -201,7 +206,10 @@ class StepRun:
         self._wake.clear()
         if await self._learner.work(self._is_released) or self._learner.has_queue:
             return
-        if self._machine.state is StepState.DRAINING:
+        if self._learner.has_postponed:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), POSTPONED_S)
+        elif self._machine.state is StepState.DRAINING:
             self.apply(ev.LearnerIdle())
         else:
             await self._wake.wait()  # at the latest the step's deadline is an event

@@ -52,6 +52,7 @@ from thundersync_jax.learner.work import (
     PromptWork,
     Work,
 )
+from thundersync_jax.learner.work_log import WorkLog
 from thundersync_jax.model.presets import TransformerConfig
 from thundersync_jax.sharding import MeshShape, make_mesh
 from thundersync_jax.trajectory import TrajectoryError, TrajectoryTokens, check_reward
@@ -120,7 +121,8 @@ class Learner:
             pack_buckets=[b for b in config.buckets if b <= config.pack_tokens],
         )
         self._next_group_id = 0
-        self._log: list[WorkItem] = []
+        self._log = WorkLog()
+        self._postponed: Work | None = None
         self._begin_step()
 
     # -- what the caller enqueues ---------------------------------------------------------------
@@ -210,17 +212,31 @@ class Learner:
         self.memory = check_programs(self.memory, self._programs.temporaries())
         return self._programs.num_programs
 
-    def work(self, max_steps: int | None = None) -> int:
-        """Runs up to `max_steps` ready program calls, each to completion; returns how many ran."""
+    @property
+    def has_postponed(self) -> bool:
+        """Whether the last `work` left a ready call because it would have taken too long."""
+        return self._postponed is not None
+
+    def work(self, max_steps: int | None = None, *, max_call_s: float = math.inf) -> int:
+        """Runs up to `max_steps` ready program calls, each to completion; returns how many ran.
+
+        Args:
+          max_call_s: a call that would take longer, judged by those before it, is postponed: it
+            comes first in the next `work`.
+        """
         done = 0
         while max_steps is None or done < max_steps:
-            work = self._schedule.next_work()
+            work = self._postponed or self._schedule.next_work()
+            self._postponed = None
             if work is None:
+                break
+            if self._log.predict_s(work) > max_call_s:
+                self._postponed = work
                 break
             started_s = time.monotonic()
             path, bucket, num_trajectories = self._run(work)
             self._schedule.mark_done(work)
-            self._record(path, bucket, num_trajectories, started_s)
+            self._log.add_work(work, path, bucket, num_trajectories, started_s)
             done += 1
         return done
 
@@ -271,20 +287,19 @@ class Learner:
         """Drops the step: every group and partial sum is gone, the train state is as before it."""
         self._schedule.clear()
         self._buffers.clear()
-        self._log.clear()
+        self._log.take()
         self._begin_step()
 
     def take_work_log(self) -> list[WorkItem]:
         """The program calls that completed since the last take."""
-        log = list(self._log)
-        self._log.clear()
-        return log
+        return self._log.take()
 
     # -- internals ------------------------------------------------------------------------------
 
     def _begin_step(self) -> None:
         self._statistics = StepStatistics(self._config)
         self._failure: NonFiniteGradientError | None = None
+        self._postponed = None
 
     def _check_ids(self, name: str, ids: np.ndarray) -> None:
         if ids.size and not 0 <= ids.min() <= ids.max() < self._vocab_size:
@@ -346,16 +361,6 @@ class Learner:
             return float(sum(m.num_action_tokens for m in members))
         return float(len(members))
 
-    def _record(self, path: str, bucket: int, num_trajectories: int, started_s: float) -> None:
-        item = WorkItem(
-            path=path,
-            bucket=bucket,
-            num_trajectories=num_trajectories,
-            started_s=started_s,
-            ended_s=time.monotonic(),
-        )
-        self._log.append(item)
-
     def _finish(self) -> None:
         """Runs what is left of the step; raises unless its gradient is complete and finite."""
         if self._failure is not None:
@@ -384,7 +389,7 @@ class Learner:
                 "overflowed. Call abandon() to start the step again"
             )
             raise self._failure
-        self._record("update", 0, 0, started_s)
+        self._log.add("update", 0, 0, started_s)
         self.state.policy_version += 1
         return value
 

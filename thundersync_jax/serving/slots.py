@@ -102,6 +102,11 @@ class SlotTable:
     def is_generating(self) -> bool:
         return bool(self._generating)
 
+    @property
+    def num_decoding(self) -> int:
+        """Turns that occupy the device."""
+        return len(self._extending) + len(self._generating)
+
     def submit(self, turn: Turn, now_s: float) -> None:
         """Accepts a turn, or raises ServingError and leaves table and session as they were."""
         key, asked = turn.request.session, turn.request.context_ids

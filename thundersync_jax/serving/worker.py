@@ -78,6 +78,11 @@ class ServingWorker:
         self._thread = threading.Thread(target=self._run, name="decode", daemon=True)
         self._failure: BaseException | None = None
 
+    @property
+    def num_decoding(self) -> int:
+        """Turns that occupy the device at this moment; read from any thread."""
+        return self._table.num_decoding
+
     def warm_up(self) -> None:
         """Compiles what the loop needs; `start` does it otherwise."""
         self._engine.warm_up()
