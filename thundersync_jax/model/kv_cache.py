@@ -71,8 +71,17 @@ class KVCache:
 
 
 def _take_rows(array: jax.Array, layer: jax.Array, rows: jax.Array) -> jax.Array:
-    """`array[layer, rows]`. TPU compilers copy the whole array for a gather of such long rows, and
-    without the barrier also for slices of it, to have them in the layout that their user prefers.
+    """`array[layer, rows]`, the rows clipped into the array."""
+    return jax.lax.platform_dependent(array, layer, rows, cpu=_gathered, default=_sliced)
+
+
+def _gathered(array: jax.Array, layer: jax.Array, rows: jax.Array) -> jax.Array:
+    return array[layer, rows]
+
+
+def _sliced(array: jax.Array, layer: jax.Array, rows: jax.Array) -> jax.Array:
+    """TPU compilers copy the whole array for a gather of such long rows, and without the barrier
+    also for slices of it, to have them in the layout that their user prefers.
     """
     size, zero = (1, 1, *array.shape[2:]), jnp.int32(0)
     layer, rows = layer.astype(jnp.int32), rows.astype(jnp.int32)
