@@ -76,6 +76,42 @@ class SampleResult:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ScoreRequest:
+    """Asks for the log-probabilities of given tokens under another model.
+
+    Attributes:
+      session: names the trajectory; what its row holds is kept until `ScoreClient.release`.
+      context_ids: all tokens so far, prompt included. What was scored before in the session must be
+        its beginning.
+      first: index in context_ids of the first token that is asked for, at least 1: nothing precedes
+        token 0.
+    """
+
+    session: TrajectoryKey
+    context_ids: tuple[int, ...]
+    first: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScoreResult:
+    """The answer to a `ScoreRequest`.
+
+    Attributes:
+      logprobs: of context_ids[first:], each given all tokens before it.
+      policy_version: of the weights, the same for all of them.
+      num_run: tokens that went through the model for this answer.
+      started_s, ended_s: `time.monotonic()` when it was accepted and when the last log-probability
+        reached the host.
+    """
+
+    logprobs: tuple[float, ...]
+    policy_version: int
+    num_run: int
+    started_s: float
+    ended_s: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class WorkItem:
     """One completed learner program call.
 
