@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from serving_cases import key
 
-from thundersync_jax.serving.score_table import Scoring, ScoringState, ScoreTable
+from thundersync_jax.serving.score_table import ScoreTable, Scoring, ScoringState
 from thundersync_jax.transport.client import ServingError
 from thundersync_jax.transport.messages import ScoreRequest
 
