@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from model_reference import random_params
 
-from thundersync_jax.config_sections import ServingSection
+from thundersync_jax.config_serving import ServingSection
 from thundersync_jax.model import transformer
 from thundersync_jax.model.presets import TransformerConfig
 from thundersync_jax.serving.engine import PolicyEngine
@@ -29,7 +29,12 @@ CONFIG = TransformerConfig(
     use_qk_norm=True,
 )
 SERVING = ServingSection(
-    num_slots=4, steps_per_sync=3, extend_rows=2, extend_buckets=(2, 5), request_timeout_s=30.0
+    num_slots=4,
+    steps_per_sync=3,
+    extend_rows=2,
+    extend_buckets=(2, 5),
+    request_timeout_s=30.0,
+    publish_timeout_s=20.0,
 )
 
 
