@@ -3,58 +3,35 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 from serving_cases import (
-    CONFIG,
     ROW_LENGTH,
     SERVING,
+    fresh_engine,
     key,
     learner_logprobs,
+    play,
     policy,
     request,
-    warm_engine,
+    run,
 )
 
 from thundersync_jax.serving.engine import PolicyEngine
 from thundersync_jax.serving.worker import ServingWorker
-from thundersync_jax.transport.client import PolicyClient, ServingError
-from thundersync_jax.transport.messages import FinishReason, SampleResult
+from thundersync_jax.transport.client import ServingError
+from thundersync_jax.transport.messages import FinishReason
 
 
 @pytest.fixture
 def worker() -> Iterator[ServingWorker]:
-    serving = ServingWorker(warm_engine())
+    serving = ServingWorker(fresh_engine())
     serving.start()
     yield serving
     serving.close()
-
-
-def run(coroutine: Awaitable[None]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(60):
-            await coroutine
-
-    asyncio.run(bounded())
-
-
-async def play(
-    client: PolicyClient, index: int, num_turns: int, **sampling: object
-) -> tuple[tuple[int, ...], list[SampleResult]]:
-    """A trajectory of turns with two observation tokens between them."""
-    context, results = (1, 2, index % 13), []
-    for turn in range(num_turns):
-        result = await client.sample(request(index, context, **sampling))
-        results.append(result)
-        context += result.token_ids
-        if turn + 1 < num_turns:
-            context += (5, turn)
-    await client.release(key(index))
-    return context, results
 
 
 def test_many_sessions_on_few_slots_sample_what_the_learner_computes(worker: ServingWorker) -> None:
@@ -151,10 +128,7 @@ def test_a_cancelled_turn_frees_its_slot_and_its_session(worker: ServingWorker) 
 
 
 def test_a_deadline_names_the_session_and_what_it_waited_for() -> None:
-    serving = dataclasses.replace(SERVING, request_timeout_s=0.3)
-    engine = StuckEngine(CONFIG, serving, ROW_LENGTH)
-    engine.warm_up()
-    engine.weights.publish(policy(), 0)
+    engine = fresh_engine(StuckEngine, request_timeout_s=0.3)
     worker = ServingWorker(engine)
     worker.start()
 
@@ -194,10 +168,9 @@ class BrokenEngine(PolicyEngine):
 
 
 def test_an_exception_in_the_thread_reaches_every_waiter_and_the_owner() -> None:
-    engine = BrokenEngine(CONFIG, SERVING, ROW_LENGTH)
+    engine = fresh_engine(BrokenEngine)
     worker = ServingWorker(engine)
     worker.start()
-    worker.publish(policy(), 0)
 
     async def main() -> None:
         await worker.sample(request(0, (1,)))
@@ -222,7 +195,7 @@ def _raises_the_failure(call: Callable[[], None]) -> None:
 
 
 def test_closing_refuses_turns_in_flight_and_later_ones() -> None:
-    worker = ServingWorker(warm_engine())
+    worker = ServingWorker(fresh_engine())
     with pytest.raises(ServingError, match=r"start\(\)"):
         worker.publish(policy(), 1)
     worker.start()
