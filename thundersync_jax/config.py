@@ -29,8 +29,8 @@ from thundersync_jax.config_sections import (
     RunSection,
     SamplingSection,
     SandboxSection,
-    ServingSection,
 )
+from thundersync_jax.config_serving import ServingSection
 from thundersync_jax.errors import ConfigError, check
 
 

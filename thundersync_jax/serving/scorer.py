@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from thundersync_jax.config_sections import ServingSection
+from thundersync_jax.config_serving import ServingSection
 from thundersync_jax.losses.logprobs import token_logprobs
 from thundersync_jax.model import transformer
 from thundersync_jax.model.kv_cache import KVCache, init_cache
