@@ -14,8 +14,8 @@ FILES = sorted(ROOT.rglob("*.py"))
 
 LAYERS = {
     0: {
-        "errors", "host_memory", "trajectory", "config", "config_sections", "metrics",
-        "trajectory_log", "workdir", "command_line",
+        "errors", "host_memory", "trajectory", "config", "config_sections", "config_serving",
+        "metrics", "trajectory_log", "workdir", "command_line",
     },
     1: {"sharding", "hlo", "topology", "model", "losses", "transport"},
     2: {
@@ -27,7 +27,12 @@ LAYER = {part: layer for layer, parts in LAYERS.items() for part in parts}
 MAINS = 3
 
 # Between folders of one layer: protocols, and environments that run tools.
-ALLOWED = {("rollout", "envs"), ("envs", "sandbox"), ("benchmarks", "learner")}
+ALLOWED = {
+    ("rollout", "envs"),
+    ("envs", "sandbox"),
+    ("benchmarks", "learner"),
+    ("benchmarks", "serving"),
+}
 
 ONLY_IN = {
     "jetstream": {"serving/jetstream_compat.py"},
@@ -36,7 +41,16 @@ ONLY_IN = {
     "ray": set(),
     "torch": set(),
 }
-WITHOUT_JAX = ("coordinator", "envs", "sandbox", "rollout", "trajectory", "config", "metrics")
+WITHOUT_JAX = (
+    "coordinator",
+    "envs",
+    "sandbox",
+    "rollout",
+    "trajectory",
+    "config",
+    "config_serving",
+    "metrics",
+)
 
 
 def part_of(path: Path) -> str:

@@ -218,7 +218,9 @@ def test_the_cache_is_updated_in_place() -> None:
     state = jax.eval_shape(lambda: programs.empty_state(config, 4, 2048))
     step = functools.partial(programs.generate, config, 2)
     weights = transformer.abstract_params(config)
-    memory = jax.jit(step, donate_argnums=1).lower(weights, state).compile().memory_analysis()
+    kept, ended = jax.ShapeDtypeStruct((4,), bool), jax.ShapeDtypeStruct((), jnp.int32)
+    lowered = jax.jit(step, donate_argnums=1).lower(weights, state, kept, ended)
+    memory = lowered.compile().memory_analysis()
     cache_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.cache))
     assert memory.alias_size_in_bytes >= cache_bytes
     assert memory.temp_size_in_bytes < cache_bytes / 2

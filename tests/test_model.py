@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_reference import random_params, reference_logits
 
-from thundersync_jax.model import transformer
+from thundersync_jax.model import kv_cache, transformer
 from thundersync_jax.model.kv_cache import init_cache
 from thundersync_jax.model.presets import (
     PRESETS,
@@ -168,6 +168,14 @@ def test_gradients_ignore_invalid_tokens_and_stay_finite() -> None:
     first, second = gradient(params, tokens), gradient(params, other)
     jax.tree.map(np.testing.assert_array_equal, first, second)
     assert all(bool(jnp.all(jnp.isfinite(leaf))) for leaf in jax.tree.leaves(first))
+
+
+def test_rows_are_read_alike_by_the_forms_for_cpus_and_for_other_devices():
+    cache = np.random.default_rng(0).standard_normal((3, 5, 4, 2, 8)).astype(np.float32)
+    rows = jnp.asarray([4, 0, 5, 2])  # the third is outside, and clipped
+    got = kv_cache._sliced(jnp.asarray(cache), jnp.int32(1), rows)
+    np.testing.assert_array_equal(got, kv_cache._gathered(jnp.asarray(cache), jnp.int32(1), rows))
+    np.testing.assert_array_equal(got, cache[1, [4, 0, 4, 2]])
 
 
 @pytest.mark.parametrize("remat", ["block", "dots"])

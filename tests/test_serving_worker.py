@@ -3,58 +3,35 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 from serving_cases import (
-    CONFIG,
     ROW_LENGTH,
     SERVING,
+    fresh_engine,
     key,
     learner_logprobs,
+    play,
     policy,
     request,
-    warm_engine,
+    run,
 )
 
 from thundersync_jax.serving.engine import PolicyEngine
 from thundersync_jax.serving.worker import ServingWorker
-from thundersync_jax.transport.client import PolicyClient, ServingError
-from thundersync_jax.transport.messages import FinishReason, SampleResult
+from thundersync_jax.transport.client import ServingError
+from thundersync_jax.transport.messages import FinishReason
 
 
 @pytest.fixture
 def worker() -> Iterator[ServingWorker]:
-    serving = ServingWorker(warm_engine())
+    serving = ServingWorker(fresh_engine())
     serving.start()
     yield serving
     serving.close()
-
-
-def run(coroutine: Awaitable[None]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(60):
-            await coroutine
-
-    asyncio.run(bounded())
-
-
-async def play(
-    client: PolicyClient, index: int, num_turns: int, **sampling: object
-) -> tuple[tuple[int, ...], list[SampleResult]]:
-    """A trajectory of turns with two observation tokens between them."""
-    context, results = (1, 2, index % 13), []
-    for turn in range(num_turns):
-        result = await client.sample(request(index, context, **sampling))
-        results.append(result)
-        context += result.token_ids
-        if turn + 1 < num_turns:
-            context += (5, turn)
-    await client.release(key(index))
-    return context, results
 
 
 def test_many_sessions_on_few_slots_sample_what_the_learner_computes(worker: ServingWorker) -> None:
@@ -72,7 +49,6 @@ def test_many_sessions_on_few_slots_sample_what_the_learner_computes(worker: Ser
                 assert set(result.policy_versions) == {7}
                 assert result.finish_reason is FinishReason.LENGTH
                 at = end + 2
-            assert len({result.slot for result in results}) == 1
         intervals: dict[int, list[tuple[float, float]]] = {}
         for _, results in played:
             for result in results:
@@ -132,24 +108,6 @@ def test_the_context_limit_has_three_defined_outcomes(
     run(main())
 
 
-def test_a_first_turn_waits_for_a_slot_and_release_gives_it_one(worker: ServingWorker) -> None:
-    async def main() -> None:
-        for i in range(SERVING.num_slots):
-            await worker.sample(request(i, (1,)))
-        waiting = asyncio.create_task(worker.sample(request(9, (1,))))
-        # An answered turn of another session shows that the loop went on without serving it.
-        await worker.sample(request(0, await _context(worker, 0)))
-        assert not waiting.done()
-        await worker.release(key(2))
-        assert len((await waiting).token_ids) == 4
-
-    async def _context(worker: ServingWorker, index: int) -> tuple[int, ...]:
-        await worker.release(key(index))
-        return (1,)
-
-    run(main())
-
-
 def test_a_cancelled_turn_frees_its_slot_and_its_session(worker: ServingWorker) -> None:
     async def main() -> None:
         tasks = [
@@ -169,44 +127,33 @@ def test_a_cancelled_turn_frees_its_slot_and_its_session(worker: ServingWorker) 
     run(main())
 
 
-def test_weights_change_only_between_sessions() -> None:
-    engine = PolicyEngine(CONFIG, SERVING, ROW_LENGTH)
-    worker = ServingWorker(engine)
-    worker.start()
-
-    async def main() -> None:
-        with pytest.raises(ServingError, match="publish"):
-            await worker.sample(request(0, (1,)))
-        worker.publish(policy(), 3)
-        assert set((await worker.sample(request(0, (1,)))).policy_versions) == {3}
-        with pytest.raises(ServingError, match=r"version 4.*step 0 group 0 index 0"):
-            worker.publish(policy(), 4)
-        await worker.release(key(0))
-        worker.publish(policy(), 4)
-        assert set((await worker.sample(request(0, (1,)))).policy_versions) == {4}
-        await worker.release(key(0))
-
-    run(main())
-    worker.close()
-
-
 def test_a_deadline_names_the_session_and_what_it_waited_for() -> None:
-    engine = PolicyEngine(CONFIG, dataclasses.replace(SERVING, request_timeout_s=0.3), ROW_LENGTH)
-    engine.warm_up()
-    engine.weights.publish(policy(), 0)
+    engine = fresh_engine(StuckEngine, request_timeout_s=0.3)
     worker = ServingWorker(engine)
     worker.start()
 
     async def main() -> None:
-        for i in range(SERVING.num_slots):
-            await worker.sample(request(i, (1,)))
-        with pytest.raises(ServingError, match=r"index 9.*0\.3 s.*waiting for a slot"):
-            await worker.sample(request(9, (1,)))
-        await worker.release(key(1))
-        await worker.sample(request(8, (1,)))
+        engine.may_go.clear()
+        tasks = [asyncio.create_task(worker.sample(request(i, (1,)))) for i in range(9)]
+        with pytest.raises(ServingError, match=r"index 8.*0\.3 s.*waiting for a slot"):
+            await tasks[8]
+        await asyncio.gather(*tasks, return_exceptions=True)
+        engine.may_go.set()
+        await worker.sample(request(10, (1,)))
+        await worker.release(key(10))
 
     run(main())
     worker.close()
+
+
+class StuckEngine(PolicyEngine):
+    """Its `generate` waits until it may go on."""
+
+    may_go = threading.Event()
+
+    def generate(self, *args: object, **kwargs: object) -> object:
+        assert self.may_go.wait(60)
+        return super().generate(*args, **kwargs)
 
 
 class BrokenEngine(PolicyEngine):
@@ -214,17 +161,16 @@ class BrokenEngine(PolicyEngine):
 
     is_broken = threading.Event()
 
-    def generate(self, *args: object) -> object:
+    def generate(self, *args: object, **kwargs: object) -> object:
         if self.is_broken.is_set():
             raise RuntimeError("the device is gone")
-        return super().generate(*args)
+        return super().generate(*args, **kwargs)
 
 
 def test_an_exception_in_the_thread_reaches_every_waiter_and_the_owner() -> None:
-    engine = BrokenEngine(CONFIG, SERVING, ROW_LENGTH)
+    engine = fresh_engine(BrokenEngine)
     worker = ServingWorker(engine)
     worker.start()
-    worker.publish(policy(), 0)
 
     async def main() -> None:
         await worker.sample(request(0, (1,)))
@@ -249,7 +195,7 @@ def _raises_the_failure(call: Callable[[], None]) -> None:
 
 
 def test_closing_refuses_turns_in_flight_and_later_ones() -> None:
-    worker = ServingWorker(warm_engine())
+    worker = ServingWorker(fresh_engine())
     with pytest.raises(ServingError, match=r"start\(\)"):
         worker.publish(policy(), 1)
     worker.start()

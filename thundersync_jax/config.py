@@ -19,7 +19,6 @@ from ml_collections import ConfigDict
 
 from thundersync_jax.config_sections import (
     CheckpointSection,
-    ColocatedSection,
     DataSection,
     EnvSection,
     EvaluationSection,
@@ -30,8 +29,8 @@ from thundersync_jax.config_sections import (
     RunSection,
     SamplingSection,
     SandboxSection,
-    ServingSection,
 )
+from thundersync_jax.config_serving import ColocatedSection, ServingSection
 from thundersync_jax.errors import ConfigError, check
 
 

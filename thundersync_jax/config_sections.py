@@ -252,64 +252,6 @@ class SamplingSection:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ServingSection:
-    """The co-located decode loop.
-
-    Attributes:
-      num_slots: rows of the decode batch; live trajectories above it wait for a slot.
-      steps_per_sync: decode steps between two looks of the host.
-      extend_rows: rows that one prefill or extension call handles.
-      extend_buckets: padded token counts of such a call; longer pieces are cut into several calls.
-      request_timeout_s: a turn that is not sampled by then fails its trajectory.
-    """
-
-    num_slots: int = mutable(64)
-    steps_per_sync: int = mutable(4)
-    extend_rows: int = mutable(16)
-    extend_buckets: tuple[int, ...] = mutable((4, 16, 64))
-    request_timeout_s: float = mutable(120.0)
-
-    def __post_init__(self) -> None:
-        for key in ("num_slots", "steps_per_sync", "extend_rows"):
-            check(getattr(self, key) >= 1, f"serving.{key}", getattr(self, key), "at least 1")
-        is_ladder = bool(self.extend_buckets) and list(self.extend_buckets) == sorted(
-            set(self.extend_buckets)
-        )
-        check(
-            is_ladder and self.extend_buckets[0] >= 1,
-            "serving.extend_buckets",
-            self.extend_buckets,
-            "ascending lengths",
-        )
-        check(
-            self.request_timeout_s > 0,
-            "serving.request_timeout_s",
-            self.request_timeout_s,
-            "a positive number",
-        )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ColocatedSection:
-    """Learner and engine on the same devices.
-
-    Attributes:
-      max_decode_stall_s: while rows decode, a learner's call that is expected to take longer waits
-        until none does.
-    """
-
-    max_decode_stall_s: float = mutable(1.0)
-
-    def __post_init__(self) -> None:
-        check(
-            self.max_decode_stall_s >= 0,
-            "colocated.max_decode_stall_s",
-            self.max_decode_stall_s,
-            "0 or more seconds",
-        )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class RolloutSection:
     """Budgets of one trajectory. They are host numbers and never enter a compiled shape."""
 

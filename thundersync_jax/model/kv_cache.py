@@ -62,10 +62,31 @@ class KVCache:
         )
 
     def read(self, layer: jax.Array, rows: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-        """Keys and values of `layer` in `rows` [B] or, without a gather, in all: [B, S, K, H]."""
+        """Keys and values of `layer` in `rows` [B], clipped into the cache, or in all:
+        [B, S, K, H].
+        """
         if rows is None:
             return self.keys[layer], self.values[layer]
-        return self.keys[layer, rows], self.values[layer, rows]
+        return _take_rows(self.keys, layer, rows), _take_rows(self.values, layer, rows)
+
+
+def _take_rows(array: jax.Array, layer: jax.Array, rows: jax.Array) -> jax.Array:
+    """`array[layer, rows]`, the rows clipped into the array."""
+    return jax.lax.platform_dependent(array, layer, rows, cpu=_gathered, default=_sliced)
+
+
+def _gathered(array: jax.Array, layer: jax.Array, rows: jax.Array) -> jax.Array:
+    return array[layer, rows]
+
+
+def _sliced(array: jax.Array, layer: jax.Array, rows: jax.Array) -> jax.Array:
+    """TPU compilers copy the whole array for a gather of such long rows, and without the barrier
+    also for slices of it, to have them in the layout that their user prefers.
+    """
+    size, zero = (1, 1, *array.shape[2:]), jnp.int32(0)
+    layer, rows = layer.astype(jnp.int32), rows.astype(jnp.int32)
+    slices = [jax.lax.dynamic_slice(array, (layer, row, zero, zero, zero), size) for row in rows]
+    return jax.lax.optimization_barrier(jnp.concatenate(slices, axis=1)[0])
 
 
 def init_cache(config: TransformerConfig, num_rows: int, length: int) -> KVCache:

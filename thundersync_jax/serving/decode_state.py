@@ -1,4 +1,4 @@
-"""The decode batch on the device, and the pure programs that move it: extend, generate, insert.
+"""The decode batch on the device, and the pure programs on it: extend, generate, rows in and out.
 
 Invariants of a slot's row:
   * `length` entries of its K/V are valid; `logits` are those of the token at position `length`.
@@ -210,10 +210,42 @@ def insert(state: DecodeState, prefix: Prefix, slot: jax.Array) -> DecodeState:
     )
 
 
+def take_row(state: DecodeState, slot: jax.Array) -> KVCache:
+    """A copy of the keys and values of one row: a cache of B = 1."""
+    return jax.tree.map(
+        lambda x: jax.lax.dynamic_slice_in_dim(x, slot, 1, axis=1),  # [L, 1, S, K, H]
+        state.cache,
+    )
+
+
+def put_row(state: DecodeState, row: KVCache, slot: jax.Array) -> DecodeState:
+    """Copies what `take_row` gave into `slot`; the extension that must follow sets the rest."""
+    cache = jax.tree.map(
+        # The slot is one of the batch's: nothing is clamped.
+        lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, slot, axis=1),
+        state.cache,
+        row,
+    )
+    return dataclasses.replace(state, cache=cache)
+
+
 def generate(
-    config: TransformerConfig, num_steps: int, params: transformer.Params, state: DecodeState
+    config: TransformerConfig,
+    num_steps: int,
+    params: transformer.Params,
+    state: DecodeState,
+    is_kept: jax.Array,
+    until_ended: jax.Array,
 ) -> tuple[DecodeState, StepRecords]:
-    """Samples up to `num_steps` tokens of every live row; stops early when no row is live."""
+    """Samples up to `num_steps` tokens of every live row.
+
+    Args:
+      is_kept: bool [B]; live rows without it stop here, before they sample.
+      until_ended: int32 []; the call ends with the step in which so many rows have ended, and when
+        no row is live.
+    """
+    state = dataclasses.replace(state, is_live=state.is_live & is_kept)
+    fewest_live = jnp.maximum(jnp.sum(state.is_live) - until_ended, 0)
     shape = (num_steps, state.length.shape[0])
     records = StepRecords(
         tokens=jnp.zeros(shape, jnp.int32),
@@ -224,7 +256,7 @@ def generate(
 
     def is_needed(carry: tuple[jax.Array, DecodeState, StepRecords]) -> jax.Array:
         step, state, _ = carry
-        return (step < num_steps) & jnp.any(state.is_live)
+        return (step < num_steps) & (jnp.sum(state.is_live) > fewest_live)
 
     def run(
         carry: tuple[jax.Array, DecodeState, StepRecords],

@@ -17,6 +17,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,8 +25,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from thundersync_jax.config_sections import ServingSection
+from thundersync_jax.config_serving import ServingSection
 from thundersync_jax.model import transformer
+from thundersync_jax.model.kv_cache import KVCache, init_cache
 from thundersync_jax.model.presets import TransformerConfig
 from thundersync_jax.serving import decode_state as programs
 from thundersync_jax.serving.decode_state import (
@@ -93,11 +95,28 @@ class PolicyEngine(engine_api.Engine):
         program = self._program(("extend", batch.tokens.shape[1]))
         return program(params.current().params, decode_state, batch)
 
-    def generate(self, params: WeightStore, decode_state: DecodeState) -> tuple[DecodeState, Any]:
-        """Samples up to `serving.steps_per_sync` tokens of every live slot."""
-        weights = params.current()
-        program = self._program("generate")
-        decode_state, data = program(weights.params, decode_state, np.int32(weights.version))
+    def generate(
+        self,
+        params: WeightStore,
+        decode_state: DecodeState,
+        *,
+        is_kept: np.ndarray | None = None,
+        until_ended: int | None = None,
+    ) -> tuple[DecodeState, Any]:
+        """Samples up to `serving.steps_per_sync` tokens of every live slot.
+
+        Args:
+          is_kept: bool [num_slots]; the others stop before they sample. None keeps all.
+          until_ended: ends the call as soon as so many rows have ended; None waits for all.
+        """
+        weights, num_slots = params.current(), self.serving.num_slots
+        decode_state, data = self._program("generate")(
+            weights.params,
+            decode_state,
+            np.int32(weights.version),
+            np.ones(num_slots, bool) if is_kept is None else is_kept,
+            np.int32(num_slots if until_ended is None else until_ended),
+        )
         width = COLUMNS_PER_TOKEN * self.serving.steps_per_sync
         results = engine_api.ResultTokens(
             data=data,
@@ -121,6 +140,31 @@ class PolicyEngine(engine_api.Engine):
             is_sampled=valid[..., 0],
             goes_on=valid[..., 2],
         )
+
+    def take_row(self, decode_state: DecodeState, slot: int) -> KVCache:
+        """A copy of a slot's keys and values."""
+        return self._program("take_row")(decode_state, np.int32(slot))
+
+    def put_row(self, decode_state: DecodeState, row: KVCache, slot: int) -> DecodeState:
+        """Copies a row of `take_row` or `row_to_host` into `slot`, whose turn an extension begins.
+
+        A row of the host's memory has its valid entries only.
+        """
+        missing = self.row_length - row.length
+        if missing:
+            padding = [(0, 0), (0, 0), (0, missing), (0, 0), (0, 0)]
+            row = jax.tree.map(lambda x: np.pad(x, padding), row)
+        return self._program("put_row")(decode_state, row, np.int32(slot))
+
+    def row_to_host(self, row: KVCache, length: int) -> KVCache:
+        """The first `length` entries of a row in numpy; blocks until they are there."""
+        return jax.tree.map(lambda x: np.asarray(x)[:, :, :length].copy(), row)
+
+    @property
+    def token_bytes(self) -> int:
+        """Of the keys and values of one token."""
+        row = jax.eval_shape(lambda: init_cache(self.config, 1, 1))
+        return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(row))
 
     # The rest of JetStream's interface.
 
@@ -220,14 +264,19 @@ class PolicyEngine(engine_api.Engine):
             jax.eval_shape(new_prefix),
         )
         scalar = jax.ShapeDtypeStruct((), jnp.int32)
+        kept = jax.ShapeDtypeStruct((num_slots,), jnp.bool_)
         run_extend = jax.jit(functools.partial(programs.extend, config), donate_argnums=1)
         run_prefill = jax.jit(functools.partial(programs.extend_prefix, config), donate_argnums=1)
         run_generate = jax.jit(self._generate_columns, donate_argnums=1)
         run_copy = jax.jit(lambda prefix: jax.tree.map(jnp.copy, prefix))
         run_insert = jax.jit(programs.insert, donate_argnums=0)
+        run_take = jax.jit(programs.take_row)
+        run_put = jax.jit(programs.put_row, donate_argnums=0)
         lowerings: dict[Any, Callable[[], Any]] = {
             "empty_state": lambda: jax.jit(new_state).lower(),
-            "generate": lambda: run_generate.lower(weights, state, scalar),
+            "generate": lambda: run_generate.lower(weights, state, scalar, kept, scalar),
+            "take_row": lambda: run_take.lower(state, scalar),
+            "put_row": lambda: run_put.lower(state, prefix.cache, scalar),
         }
         for bucket in self.extend_buckets:
             batch = self._abstract_batch(self.serving.extend_rows, bucket)
@@ -244,10 +293,18 @@ class PolicyEngine(engine_api.Engine):
         return lowerings
 
     def _generate_columns(
-        self, params: transformer.Params, state: DecodeState, version: jax.Array
+        self,
+        params: transformer.Params,
+        state: DecodeState,
+        version: jax.Array,
+        is_kept: jax.Array,
+        until_ended: jax.Array,
     ) -> tuple[DecodeState, jax.Array]:
         """`generate`, its records as the int32 columns of ResultTokens: [B, 6 steps + 1]."""
-        state, records = programs.generate(self.config, self.serving.steps_per_sync, params, state)
+        num_steps = self.serving.steps_per_sync
+        state, records = programs.generate(
+            self.config, num_steps, params, state, is_kept, until_ended
+        )
         bits = jax.lax.bitcast_convert_type(records.logprobs, jnp.int32)
         versions = jnp.full_like(records.tokens, version)
         is_sampled = records.is_sampled.astype(jnp.int32)

@@ -1,106 +1,114 @@
-"""`SlotTable`: which session holds which row, and where its turn stands. Host logic only.
+"""`SlotTable`: which session holds which slot, and where its turn stands. Host logic only.
 
 Invariants:
-  * A session keeps one slot from its first turn until it is closed; a slot belongs to one session.
-  * A session has at most one turn. First turns without a slot wait in order of arrival.
-  * A turn moves WAITING -> EXTENDING -> GENERATING -> ENDED; it may end from any state.
-  * `Session.token_ids` are all tokens of the trajectory so far; the first `num_cached` have valid
-    K/V. A row that a closed session left live is overwritten when its slot is given again.
+  * A session has at most one turn, and a slot while that runs. Afterwards the slot is idle: the
+    next turn of the session begins in it at once, unless another turn has taken it.
+  * Waiting turns take free slots, then the idle slot used least recently, whose row is stored; a
+    stored row comes back with its session's next turn, and one that was lost is prefilled again.
+  * They are served by (step, group) and then as they arrived: few groups are under way at a time.
+    One that has waited for `patience_s` goes before, so that none starves.
+  * A prompt is prefilled once while its row is stored: the first session of a prompt prefills it,
+    and first turns with the same prompt wait for that. Every other one runs its last token alone.
+  * The first `num_cached` tokens of a session have valid K/V. An extension is never empty: the last
+    token of a context is always run. A row that a closed session left is written again.
 Called by the decode thread of `worker.py` alone, and by tests without a device.
 """
 
 from __future__ import annotations
 
-import collections
+import bisect
 import dataclasses
-import enum
+import functools
 from collections.abc import Sequence
 
-from thundersync_jax.serving.decode_state import MAX_STOP_IDS, Piece, Sampled
+from thundersync_jax.serving.decode_state import Piece, Sampled
+from thundersync_jax.serving.rows import RowDevice, RowStore
+from thundersync_jax.serving.sessions import Decode, Session, Turn, TurnState, check_request
 from thundersync_jax.trajectory import TrajectoryKey
 from thundersync_jax.transport.client import ServingError
-from thundersync_jax.transport.messages import (
-    FinishReason,
-    SampleRequest,
-    SampleResult,
-    SamplingParams,
-)
+from thundersync_jax.transport.messages import FinishReason, SampleResult, ServingStatistics
 
-
-class TurnState(enum.Enum):
-    WAITING = "waiting for a slot"
-    EXTENDING = "extending its row"
-    GENERATING = "generating"
-    ENDED = "ended"
-
-
-_NEXT_STATES = {
-    TurnState.WAITING: {TurnState.EXTENDING, TurnState.ENDED},
-    TurnState.EXTENDING: {TurnState.GENERATING, TurnState.ENDED},
-    TurnState.GENERATING: {TurnState.ENDED},
-    TurnState.ENDED: set[TurnState](),
-}
-
-
-@dataclasses.dataclass(kw_only=True, eq=False)
-class Turn:
-    """One request on its way. `started_s` is when it had a slot and began to be served."""
-
-    request: SampleRequest
-    state: TurnState = TurnState.WAITING
-    started_s: float = 0.0
-    token_ids: list[int] = dataclasses.field(default_factory=list)
-    logprobs: list[float] = dataclasses.field(default_factory=list)
-    policy_versions: list[int] = dataclasses.field(default_factory=list)
-
-    def move(self, state: TurnState) -> None:
-        if state not in _NEXT_STATES[self.state]:
-            raise AssertionError(f"a turn cannot go from {self.state.name} to {state.name}")
-        self.state = state
-
-
-@dataclasses.dataclass(kw_only=True, eq=False)
-class Session:
-    """One trajectory. `slot` is -1 until its first turn is given one."""
-
-    slot: int = -1
-    token_ids: tuple[int, ...] = ()
-    num_cached: int = 0
-    turn: Turn | None = None
+# While turns wait, a generation ends once this share of the slots has: see docs/serving.
+ENDED_SHARE = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Finished:
-    """A turn that ended with a result."""
+    """A turn that ended by itself."""
 
     turn: Turn
-    result: SampleResult
+    result: SampleResult | ServingError
 
 
 class SlotTable:
-    """Sessions, slots and turns of one decode batch."""
+    """Sessions, slots, turns and stored rows of one decode batch."""
 
-    def __init__(self, *, num_slots: int, row_length: int, vocab_size: int) -> None:
+    def __init__(
+        self,
+        device: RowDevice,
+        *,
+        num_slots: int,
+        row_length: int,
+        vocab_size: int,
+        parked_bytes: int,
+        host_bytes: int,
+        patience_s: float,
+        decode: Decode | None = None,
+    ) -> None:
+        self._device = device
+        self._num_slots = num_slots
         self._row_length = row_length
         self._vocab_size = vocab_size
+        self._patience_s = patience_s
+        self._decode = decode
+        self._store = RowStore(
+            device, row_length=row_length, device_bytes=parked_bytes, host_bytes=host_bytes
+        )
         self._sessions: dict[TrajectoryKey, Session] = {}
-        self._waiting: collections.deque[Session] = collections.deque()
         self._free = list(range(num_slots - 1, -1, -1))  # the lowest slot is taken first
-        self._extending: list[Session] = []
+        self._idle: dict[int, Session] = {}  # by slot, the one used least recently first
+        self._prefilling: dict[tuple[int, ...], Session] = {}  # by prompt
+        self._waiting: list[Session] = []  # in order of arrival
+        self._extending: list[Session] = []  # in order of their start
         self._generating: list[Session] = []
+        self._full: list[Session] = []  # whose context leaves no room for a token
+        self._counts = ServingStatistics(num_slots=num_slots)
 
     @property
     def open_sessions(self) -> tuple[TrajectoryKey, ...]:
         return tuple(self._sessions)
 
-    @property
-    def has_work(self) -> bool:
-        """Whether `start_turns`, an extension or a generation could make progress now."""
-        return bool(self._extending or self._generating or (self._waiting and self._free))
+    def is_open(self, key: TrajectoryKey) -> bool:
+        return key in self._sessions
 
     @property
-    def is_generating(self) -> bool:
-        return bool(self._generating)
+    def has_work(self) -> bool:
+        """Whether there is a turn: then one of them can make progress."""
+        return bool(self._waiting or self._extending or self._generating or self._full)
+
+    @property
+    def generating_slots(self) -> list[int]:
+        return [session.slot for session in self._generating]
+
+    @property
+    def until_ended(self) -> int:
+        """After how many ended rows the next generation should stop."""
+        return max(1, self._num_slots // ENDED_SHARE) if self._waiting else self._num_slots
+
+    @property
+    def statistics(self) -> ServingStatistics:
+        store = self._store
+        return dataclasses.replace(
+            self._counts,
+            rows_to_host=store.num_to_host,
+            rows_dropped=store.num_dropped,
+            max_rows_stored=store.max_rows,
+        )
+
+    def count(self, **more: float) -> None:
+        """Adds to fields of the statistics."""
+        sums = {name: getattr(self._counts, name) + value for name, value in more.items()}
+        self._counts = dataclasses.replace(self._counts, **sums)
 
     @property
     def num_decoding(self) -> int:
@@ -109,169 +117,204 @@ class SlotTable:
 
     def submit(self, turn: Turn, now_s: float) -> None:
         """Accepts a turn, or raises ServingError and leaves table and session as they were."""
-        key, asked = turn.request.session, turn.request.context_ids
-        session = self._sessions.get(key, Session())
+        key, context_ids = turn.request.session, turn.request.context_ids
+        session = self._sessions.get(key, Session(key=key, prompt_ids=context_ids))
         if session.turn is not None:
             raise ServingError(f"{key} already has a turn, which is {session.turn.state.value}")
-        _check_sampling(key, turn.request.sampling)
-        known = session.token_ids
-        if asked[: len(known)] != known:
-            raise ServingError(
-                f"{key}: context_ids differ from the {len(known)} tokens its row holds at "
-                f"index {_first_difference(asked, known)}; a turn may only append. Release the "
-                "session to start over"
-            )
-        if not 0 < len(asked) <= self._row_length:
-            raise ServingError(
-                f"{key}: a context of {len(asked)} tokens; a row holds 1 to {self._row_length} "
-                "(model.max_context)"
-            )
-        new = asked[len(known) :]
-        if new and not 0 <= min(new) <= max(new) < self._vocab_size:
-            raise ServingError(
-                f"{key}: token ids from {min(new)} to {max(new)} are outside the vocabulary of "
-                f"{self._vocab_size}"
-            )
+        check_request(
+            turn.request,
+            session.token_ids,
+            row_length=self._row_length,
+            vocab_size=self._vocab_size,
+            decode=self._decode,
+        )
+        turn.submitted_s = now_s
         session.turn = turn
         self._sessions[key] = session
-        if session.slot < 0:
-            self._waiting.append(session)
-        else:
+        self.count(tokens_appended=len(context_ids) - len(session.token_ids))
+        if len(context_ids) == self._row_length:
+            self._full.append(session)
+        elif session.slot >= 0:
+            del self._idle[session.slot]
             self._begin(session, now_s)
+        else:
+            self._waiting.append(session)
 
     def close(self, key: TrajectoryKey) -> Turn | None:
-        """Frees the session's slot; returns the turn that this ended. Ignores unknown keys."""
+        """Frees what the session holds; returns the turn that this ended. Ignores unknown keys."""
         session = self._sessions.pop(key, None)
         if session is None:
             return None
         turn, session.turn = session.turn, None
         if turn is not None:
-            for sessions in (self._waiting, self._extending, self._generating):
+            for sessions in (self._waiting, self._extending, self._generating, self._full):
                 if session in sessions:
                     sessions.remove(session)
             turn.move(TurnState.ENDED)
+        if self._prefilling.get(session.prompt_ids) is session:
+            del self._prefilling[session.prompt_ids]
         if session.slot >= 0:
+            self._idle.pop(session.slot, None)
             self._free.append(session.slot)
+        self._store.discard(key)
         return turn
 
-    def start_turns(self, now_s: float) -> list[Finished]:
-        """Gives free slots to waiting turns, and ends turns whose row is full already."""
-        while self._waiting and self._free:
-            session = self._waiting.popleft()
-            session.slot = self._free.pop()
-            self._begin(session, now_s)
-        full = [s for s in self._extending if len(_request(s).context_ids) == self._row_length]
-        self._extending = [s for s in self._extending if s not in full] if full else self._extending
-        return [self._finish(session, now_s) for session in full]
+    def forget_rows(self) -> None:
+        """Drops what other weights have computed. No session may be open."""
+        assert not self._sessions
+        self._store.clear()
 
-    def take_pieces(self, longest: int) -> list[Piece]:
-        """The next piece of every turn that extends. The caller runs them before it generates."""
-        pieces = []
-        for session in self._extending:
-            request = _request(session)
-            begin = session.num_cached
-            end = min(begin + longest, len(request.context_ids))
-            session.num_cached = end
-            pieces.append(
-                Piece(
-                    slot=session.slot,
-                    start=begin,
-                    token_ids=request.context_ids[begin:end],
-                    is_last=end == len(request.context_ids),
-                    sampling=request.sampling,
-                )
-            )
-        self._begin_generating()
-        return pieces
+    def start_turns(self, now_s: float) -> list[Finished]:
+        """Gives slots to waiting turns, and ends those whose row is full already."""
+        full, self._full = self._full, []
+        for session in full:
+            session.running.started_s = now_s
+        finished = [self._finish(session, now_s, FinishReason.CONTEXT) for session in full]
+        if self._waiting and (self._free or self._idle):
+            for session in sorted(self._waiting, key=lambda s: self._rank(s.running, now_s)):
+                if not (self._free or self._idle):
+                    break
+                if not self._waits_for_prompt(session):
+                    self._waiting.remove(session)
+                    self._give_slot(session)
+                    self._begin(session, now_s)
+        return finished
+
+    def next_pieces(self, max_pieces: int, buckets: Sequence[int]) -> list[Piece]:
+        """Pieces for one extension call: the oldest turn's, and those that need no longer bucket.
+
+        The caller runs them and then calls `extended`.
+        """
+        if not self._extending:
+            return []
+        missing = [len(s.context_ids) - s.num_cached for s in self._extending]
+        at = bisect.bisect_left(buckets, min(missing[0], buckets[-1]))
+        longest = buckets[at]
+        chosen = [
+            session
+            for session, count in zip(self._extending, missing, strict=True)
+            if min(count, buckets[-1]) <= longest
+        ]
+        return [self._piece(session, longest) for session in chosen[:max_pieces]]
+
+    def extended(self, pieces: Sequence[Piece]) -> None:
+        """The pieces have been run: turns whose context is complete generate next."""
+        by_slot = {session.slot: session for session in self._extending}
+        for piece in pieces:
+            session = by_slot[piece.slot]
+            session.num_cached = piece.start + len(piece.token_ids)
+            if piece.is_last:
+                self._extending.remove(session)
+                session.running.move(TurnState.GENERATING)
+                self._generating.append(session)
+                self._store_prompt(session)
+        self.count(tokens_prefilled=sum(len(piece.token_ids) for piece in pieces))
 
     def record(self, sampled: Sampled, now_s: float) -> list[Finished]:
-        """Adds what one `generate` sampled to the turns, and ends those that do not go on."""
+        """Adds what one generation sampled to the turns, and ends those that do not go on."""
         token_ids, logprobs = sampled.token_ids.tolist(), sampled.logprobs.tolist()
         versions = sampled.policy_versions.tolist()
         counts = sampled.is_sampled.sum(axis=1).tolist()
         goes_on = (sampled.goes_on.sum(axis=1) == sampled.is_sampled.sum(axis=1)).tolist()
-        finished, remaining = [], []
-        for session in self._generating:
-            slot, turn = session.slot, _turn(session)
-            count = counts[slot]
+        finished: list[Finished] = []
+        num_sampled = 0
+        for session in tuple(self._generating):
+            slot, turn = session.slot, session.running
+            count, num_before = counts[slot], len(turn.token_ids)
             turn.token_ids += token_ids[slot][:count]
             turn.logprobs += logprobs[slot][:count]
             turn.policy_versions += versions[slot][:count]
-            if goes_on[slot]:
-                remaining.append(session)
-            else:
-                finished.append(self._finish(session, now_s))
-        self._generating = remaining
+            end = self._end_of(session, count, goes_on[slot])
+            num_sampled += len(turn.token_ids) - num_before
+            if isinstance(end, ServingError):
+                self.close(session.key)
+                finished.append(Finished(turn=turn, result=end))
+            elif end is not None:
+                self._generating.remove(session)
+                self._idle[slot] = session
+                finished.append(self._finish(session, now_s, end))
+        num_steps = int(sampled.is_sampled.any(axis=0).sum())
+        self.count(tokens_sampled=num_sampled, decode_steps=num_steps)
         return finished
 
+    def _rank(self, turn: Turn, now_s: float) -> tuple[int, ...]:
+        """The least goes first; the sort keeps the order of arrival."""
+        if now_s - turn.submitted_s > self._patience_s:
+            return (0,)
+        key = turn.request.session
+        return (1, key.step, key.group)
+
     def _begin(self, session: Session, now_s: float) -> None:
-        turn = _turn(session)
-        turn.started_s = now_s
-        turn.move(TurnState.EXTENDING)
+        session.running.started_s = now_s
+        session.running.move(TurnState.EXTENDING)
         self._extending.append(session)
 
-    def _begin_generating(self) -> None:
-        remaining = []
-        for session in self._extending:
-            turn = _turn(session)
-            if session.num_cached == len(turn.request.context_ids):
-                turn.move(TurnState.GENERATING)
-                self._generating.append(session)
-            else:
-                remaining.append(session)
-        self._extending = remaining
+    def _waits_for_prompt(self, session: Session) -> bool:
+        return not session.token_ids and session.prompt_ids in self._prefilling
 
-    def _finish(self, session: Session, now_s: float) -> Finished:
-        turn = _turn(session)
-        turn.move(TurnState.ENDED)
-        session.turn = None
-        context_ids = turn.request.context_ids
-        session.token_ids = context_ids + tuple(turn.token_ids)
-        if turn.token_ids:
-            # The last token was not run through the model.
-            session.num_cached = len(session.token_ids) - 1
-        if turn.token_ids and turn.token_ids[-1] in turn.request.sampling.stop_ids:
-            reason = FinishReason.STOP
-        elif len(session.token_ids) == self._row_length:
-            reason = FinishReason.CONTEXT
-        else:
-            reason = FinishReason.LENGTH
-        result = SampleResult(
-            token_ids=tuple(turn.token_ids),
-            logprobs=tuple(turn.logprobs),
-            policy_versions=tuple(turn.policy_versions),
-            finish_reason=reason,
+    def _give_slot(self, session: Session) -> None:
+        """Takes a slot for the session and puts into it what is stored of its row."""
+        own = self._store.pop(session.key)
+        session.slot = self._free.pop() if self._free else self._vacate()
+        if own is not None:
+            self._device.put_row(own, session.slot)
+            self.count(rows_resumed=1)
+            return
+        session.num_cached = 0
+        prompt_ids = session.prompt_ids
+        prompt = self._store.get(prompt_ids)
+        if prompt is not None:
+            self._device.put_row(prompt, session.slot)
+            session.num_cached = min(len(prompt_ids), len(session.context_ids) - 1)
+            self.count(prompts_shared=1)
+        elif len(prompt_ids) > 1 and not session.token_ids and self._store.is_useful:
+            self._prefilling[prompt_ids] = session
+
+    def _vacate(self) -> int:
+        """Stores the row of the idle slot that was used least recently."""
+        slot = next(iter(self._idle))
+        session = self._idle.pop(slot)
+        session.slot = -1
+        take = functools.partial(self._device.take_row, slot)
+        self.count(rows_parked=self._store.put(session.key, session.num_cached, take))
+        return slot
+
+    def _store_prompt(self, session: Session) -> None:
+        """Keeps the prompt of a session that was the first to prefill it."""
+        prompt_ids = session.prompt_ids
+        if self._prefilling.get(prompt_ids) is session:
+            del self._prefilling[prompt_ids]
+            take = functools.partial(self._device.take_row, session.slot)
+            self._store.put(prompt_ids, len(prompt_ids), take)
+
+    def _piece(self, session: Session, longest: int) -> Piece:
+        context_ids, begin = session.context_ids, session.num_cached
+        end = min(begin + longest, len(context_ids))
+        return Piece(
             slot=session.slot,
-            started_s=turn.started_s,
-            ended_s=now_s,
+            start=begin,
+            token_ids=context_ids[begin:end],
+            is_last=end == len(context_ids),
+            sampling=session.running.request.sampling,
         )
-        return Finished(turn=turn, result=result)
 
+    def _end_of(
+        self, session: Session, num_new: int, goes_on: bool
+    ) -> FinishReason | ServingError | None:
+        """Why the turn ends with its newest tokens, or None; cuts it at a stop string."""
+        turn = session.running
+        try:
+            is_cut = self._decode is not None and turn.cut_at_stop_string(num_new, self._decode)
+        except (ValueError, LookupError, TypeError) as error:
+            return ServingError(f"{session.key}: its tokens cannot be decoded: {error!r}")
+        if is_cut or turn.token_ids[-1] in turn.request.sampling.stop_ids:
+            return FinishReason.STOP
+        if goes_on:
+            return None
+        is_full = len(session.context_ids) + len(turn.token_ids) == self._row_length
+        return FinishReason.CONTEXT if is_full else FinishReason.LENGTH
 
-def _turn(session: Session) -> Turn:
-    assert session.turn is not None
-    return session.turn
-
-
-def _request(session: Session) -> SampleRequest:
-    return _turn(session).request
-
-
-def _first_difference(a: Sequence[int], b: Sequence[int]) -> int:
-    pairs = enumerate(zip(a, b, strict=False))
-    return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))
-
-
-def _check_sampling(key: TrajectoryKey, sampling: SamplingParams) -> None:
-    is_possible = (
-        sampling.max_tokens >= 1
-        and sampling.temperature >= 0
-        and sampling.top_k >= 0
-        and 0 < sampling.top_p <= 1
-        and len(sampling.stop_ids) <= MAX_STOP_IDS
-    )
-    if not is_possible:
-        raise ServingError(
-            f"{key}: {sampling} cannot be served: expected max_tokens >= 1, temperature >= 0, "
-            f"top_k >= 0, 0 < top_p <= 1 and at most {MAX_STOP_IDS} stop_ids"
-        )
+    def _finish(self, session: Session, now_s: float, reason: FinishReason) -> Finished:
+        turn = session.running
+        self.count(turns_ended=1)
+        return Finished(turn=turn, result=session.finish(now_s, reason))

@@ -5,7 +5,9 @@ Invariants:
     send it commands through one queue, which it empties between two device calls. Its users bound
     the queue: a session has at most one turn.
   * Every accepted turn gets one answer, on its caller's event loop: a result or a ServingError.
-  * Weights change only while no session is open, so no trajectory mixes versions.
+  * A session is a lease on the weights of its first turn, from then to its release: new weights
+    come in while no session is open, so no trajectory mixes versions. While they wait, turns of
+    open sessions go on and turns of new ones are held.
   * An exception in the thread ends the worker: it is given to every waiter, and to the owner by
     `publish` and `close`.
 Made and owned by a main; used by rollouts.
@@ -22,12 +24,16 @@ import time
 from collections.abc import Iterable
 
 from thundersync_jax.model.transformer import Params
-from thundersync_jax.serving.decode_state import DecodeState
+from thundersync_jax.serving.batch import DecodeBatch
 from thundersync_jax.serving.engine import PolicyEngine
-from thundersync_jax.serving.slots import Finished, SlotTable, Turn
+from thundersync_jax.serving.sessions import Decode, Turn, TurnState
+from thundersync_jax.serving.slots import Finished, SlotTable
 from thundersync_jax.trajectory import TrajectoryKey
 from thundersync_jax.transport.client import ServingError
-from thundersync_jax.transport.messages import SampleRequest, SampleResult
+from thundersync_jax.transport.messages import SampleRequest, SampleResult, ServingStatistics
+
+# A turn that has waited for this share of its deadline goes before those of lower groups.
+PATIENCE = 0.25
 
 _Future = asyncio.Future[SampleResult]
 _Answer = tuple[_Future, SampleResult | ServingError]
@@ -50,6 +56,7 @@ class _Release:
 class _Publish:
     params: Params
     version: int
+    deadline_s: float
     refusal: queue.SimpleQueue[ServingError | None]
 
 
@@ -61,17 +68,30 @@ _Command = _Submit | _Release | _Publish | _Close
 
 
 class ServingWorker:
-    """Samples turns of many sessions on one engine. Implements `transport.client.PolicyClient`."""
+    """Samples turns of many sessions on one engine. Implements `transport.client.PolicyClient`.
 
-    def __init__(self, engine: PolicyEngine) -> None:
+    Args:
+      decode: text of token ids, for requests with stop strings.
+    """
+
+    def __init__(self, engine: PolicyEngine, decode: Decode | None = None) -> None:
+        serving = engine.serving
         self._engine = engine
-        self._timeout_s = engine.serving.request_timeout_s
+        self._timeout_s = serving.request_timeout_s
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
+        self._batch = DecodeBatch(engine)
         self._table = SlotTable(
-            num_slots=engine.serving.num_slots,
+            self._batch,
+            num_slots=serving.num_slots,
             row_length=engine.row_length,
             vocab_size=engine.config.vocab_size,
+            parked_bytes=serving.parked_bytes,
+            host_bytes=serving.host_bytes,
+            patience_s=PATIENCE * self._timeout_s,
+            decode=decode,
         )
+        self._publishing: _Publish | None = None
+        self._held: list[Turn] = []  # of new sessions, while new weights wait
         self._futures: dict[Turn, _Future] = {}
         self._is_open = True  # commands are taken; changed under the lock, so that none is lost
         self._lock = threading.Lock()
@@ -102,20 +122,30 @@ class ServingWorker:
         self._raise_failure()
 
     def publish(self, params: Params, version: int) -> None:
-        """Copies new weights into the engine; blocks until that is done.
+        """Copies new weights into the engine, once the open sessions are released.
 
-        Raises ServingError, and changes nothing, while a session is open.
+        Blocks until that is done, so it is called outside the event loop unless no session is open.
+        Raises ServingError, and changes nothing, when sessions are open for longer than
+        `serving.publish_timeout_s`, or while another version is being published.
         """
+        patience_s = self._engine.serving.publish_timeout_s
         refusal: queue.SimpleQueue[ServingError | None] = queue.SimpleQueue()
-        self._send(_Publish(params=params, version=version, refusal=refusal))
+        deadline_s = time.monotonic() + patience_s
+        command = _Publish(params=params, version=version, deadline_s=deadline_s, refusal=refusal)
+        self._send(command)
         try:
-            error = refusal.get(timeout=self._timeout_s)
+            error = refusal.get(timeout=patience_s + self._timeout_s)
         except queue.Empty:
             raise ServingError(
-                f"weights of version {version} were not taken within {self._timeout_s} s"
+                f"weights of version {version} were not taken within "
+                f"{patience_s + self._timeout_s} s: a call of the device did not return"
             ) from None
         if error is not None:
             raise error
+
+    def statistics(self) -> ServingStatistics:
+        """What the loop has done so far."""
+        return self._table.statistics
 
     async def sample(self, request: SampleRequest) -> SampleResult:
         """Samples one turn. Its cancellation or deadline closes the session and frees its slot."""
@@ -162,70 +192,126 @@ class ServingWorker:
         self._refuse_everything(reason)
 
     def _serve(self) -> None:
-        state = self._engine.init_decode_state()
+        self._batch.start()
         while self._apply_commands():
-            self._answer(self._table.start_turns(time.monotonic()))
-            state = self._extend(state)
-            if self._table.is_generating:
-                state, results = self._engine.generate(self._engine.weights, state)
-                sampled = self._engine.unpack(results)
+            began_s = time.monotonic()
+            self._advance_publish(began_s)
+            self._answer(self._table.start_turns(began_s))
+            self._extend()
+            if slots := self._table.generating_slots:
+                sampled = self._batch.generate(slots, self._table.until_ended)
                 self._answer(self._table.record(sampled, time.monotonic()))
+            self._table.count(busy_s=time.monotonic() - began_s)
 
-    def _extend(self, state: DecodeState) -> DecodeState:
-        pieces = self._table.take_pieces(self._engine.extend_buckets[-1])
-        pieces.sort(key=lambda piece: len(piece.token_ids))  # pieces of one bucket share a call
-        rows = self._engine.serving.extend_rows
-        for begin in range(0, len(pieces), rows):
-            state = self._engine.extend(self._engine.weights, state, pieces[begin : begin + rows])
-        return state
+    def _extend(self) -> None:
+        """Runs extensions: all until a row generates, and then few, because that row waits."""
+        serving, num_calls = self._engine.serving, 0
+        while num_calls < serving.extend_calls or not self._table.generating_slots:
+            pieces = self._table.next_pieces(serving.extend_rows, self._engine.extend_buckets)
+            if not pieces:
+                return
+            self._batch.extend(pieces)
+            self._table.extended(pieces)
+            num_calls += 1
 
     def _apply_commands(self) -> bool:
         """Applies what has arrived, waiting for it only when there is nothing to do."""
-        is_first = not self._table.has_work
+        timeout_s = self._idle_s()
         while True:
             try:
-                command = self._commands.get(block=is_first)
+                command = self._commands.get(timeout_s != 0, timeout_s)
             except queue.Empty:
                 return True
-            is_first = False
+            timeout_s = 0
             match command:
                 case _Submit():
                     self._submit(command)
                 case _Release():
                     self._release(command.session)
                 case _Publish():
-                    command.refusal.put(self._publish(command))
+                    self._publish(command)
                 case _Close():
                     return False
 
+    def _idle_s(self) -> float | None:
+        """How long there is nothing to do unless a command comes; None: for ever."""
+        if self._table.has_work:
+            return 0
+        if self._publishing is not None:
+            return max(0, self._publishing.deadline_s - time.monotonic())
+        return None
+
     def _submit(self, command: _Submit) -> None:
-        try:
-            self._engine.weights.current()
-            self._table.submit(command.turn, time.monotonic())
-        except ServingError as error:
-            _settle_on_loop([(command.future, error)])
+        turn = command.turn
+        self._futures[turn] = command.future
+        if self._publishing is not None and not self._table.is_open(turn.request.session):
+            turn.move(TurnState.HELD)
+            self._held.append(turn)
         else:
-            self._futures[command.turn] = command.future
+            self._admit(turn)
+
+    def _admit(self, turn: Turn) -> None:
+        request = turn.request
+        try:
+            version = self._engine.weights.current().version
+            if request.policy_version not in (None, version):
+                raise ServingError(
+                    f"{request.session} asks for version {request.policy_version}, and the weights "
+                    f"are of version {version}: release the session and begin it again"
+                )
+            self._table.submit(turn, time.monotonic())
+        except ServingError as error:
+            self._settle(turn, error)
 
     def _release(self, session: TrajectoryKey) -> None:
-        turn = self._table.close(session)
-        if turn is not None:
-            error = ServingError(f"{session} was released during its turn")
-            _settle_on_loop([(self._futures.pop(turn), error)])
+        ended = [turn for turn in self._held if turn.request.session == session]
+        self._held = [turn for turn in self._held if turn not in ended]
+        if running := self._table.close(session):
+            ended.append(running)
+        for turn in ended:
+            self._settle(turn, ServingError(f"{session} was released during its turn"))
 
-    def _publish(self, command: _Publish) -> ServingError | None:
-        sessions = self._table.open_sessions
+    def _publish(self, command: _Publish) -> None:
+        if self._publishing is None:
+            self._publishing = command
+            return
+        command.refusal.put(
+            ServingError(
+                f"version {command.version} cannot be published while version "
+                f"{self._publishing.version} waits for open sessions: one at a time"
+            )
+        )
+
+    def _advance_publish(self, now_s: float) -> None:
+        """Swaps the weights if no session is open, and gives up at the deadline."""
+        publish, sessions = self._publishing, self._table.open_sessions
+        if publish is None or (sessions and now_s < publish.deadline_s):
+            return
+        refusal = None
         if sessions:
             named = ", ".join(str(key) for key in sessions[:4])
-            return ServingError(
-                f"version {command.version} cannot be published while {len(sessions)} sessions are "
-                f"open ({named}): release them first"
+            refusal = ServingError(
+                f"version {publish.version} was not published: after "
+                f"{self._engine.serving.publish_timeout_s} s (serving.publish_timeout_s) "
+                f"{len(sessions)} sessions are still open ({named}). Release them"
             )
-        try:
-            self._engine.weights.publish(command.params, command.version)
-        except ServingError as error:
-            return error
-        return None
+        else:
+            try:
+                self._engine.weights.publish(publish.params, publish.version)
+            except ServingError as error:
+                refusal = error
+            else:
+                self._table.forget_rows()
+                self._table.count(num_publishes=1)
+        self._publishing = None
+        publish.refusal.put(refusal)
+        held, self._held = self._held, []
+        for turn in held:
+            turn.move(TurnState.WAITING)
+            self._admit(turn)
+
+    def _settle(self, turn: Turn, answer: SampleResult | ServingError) -> None:
+        _settle_on_loop([(self._futures.pop(turn), answer)])
 
     def _answer(self, finished: Iterable[Finished]) -> None:
         _settle_on_loop([(self._futures.pop(f.turn), f.result) for f in finished])
@@ -235,6 +321,9 @@ class ServingWorker:
             self._is_open = False
         _settle_on_loop([(future, ServingError(reason)) for future in self._futures.values()])
         self._futures.clear()
+        self._batch.close()
+        if self._publishing is not None:
+            self._publishing.refusal.put(ServingError(reason))
         with contextlib.suppress(queue.Empty):
             while True:
                 match self._commands.get_nowait():

@@ -1,11 +1,18 @@
-"""`PolicyClient`: how a rollout asks for tokens, whatever serves them."""
+"""`PolicyClient` and `ScoreClient`: how a rollout asks for tokens and for the log-probabilities of
+tokens, whatever serves them.
+"""
 
 from __future__ import annotations
 
 from typing import Protocol
 
 from thundersync_jax.trajectory import TrajectoryKey
-from thundersync_jax.transport.messages import SampleRequest, SampleResult
+from thundersync_jax.transport.messages import (
+    SampleRequest,
+    SampleResult,
+    ScoreRequest,
+    ScoreResult,
+)
 
 
 class ServingError(RuntimeError):
@@ -25,4 +32,18 @@ class PolicyClient(Protocol):
         """Frees the session's row. Unknown sessions are ignored: a trajectory may fail before its
         first turn.
         """
+        ...
+
+
+class ScoreClient(Protocol):
+    """Scores given tokens under a teacher or a frozen reference. Used as `PolicyClient` is."""
+
+    async def score(self, request: ScoreRequest) -> ScoreResult:
+        """Scores the tokens of a session; cancelling the call ends the session. Raises
+        ServingError.
+        """
+        ...
+
+    async def release(self, session: TrajectoryKey) -> None:
+        """Forgets the session and frees its row. Unknown sessions are ignored."""
         ...

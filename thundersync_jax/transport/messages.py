@@ -21,6 +21,8 @@ class SamplingParams:
       top_k, top_p: truncation; 0 and 1.0 turn it off. Log-probabilities are those of the truncated
         distribution.
       stop_ids: a sampled stop id ends the turn, is returned, and keeps its log-probability.
+      stop_strings: the turn ends with the token that completes one of them in its decoded text;
+        only where the server was given a decoder.
       max_tokens: the most tokens to sample; a host number that never enters a compiled shape.
       seed: with the position of each token it determines the draw, whatever slot or batch serves
         it.
@@ -30,6 +32,7 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     stop_ids: frozenset[int] = frozenset()
+    stop_strings: tuple[str, ...] = ()
     max_tokens: int = 32
     seed: int = 0
 
@@ -39,18 +42,22 @@ class SampleRequest:
     """One turn of one trajectory.
 
     Attributes:
-      session: names the trajectory; its K/V row is kept between turns until `PolicyClient.release`.
+      session: names the trajectory; its keys and values are kept between turns, where memory
+        allows, until `PolicyClient.release`.
       context_ids: all tokens so far, prompt included. What the session already holds must be its
         beginning.
+      policy_version: the version that must answer; None takes the present one. A session keeps the
+        version of its first turn either way.
     """
 
     session: TrajectoryKey
     context_ids: tuple[int, ...]
     sampling: SamplingParams
+    policy_version: int | None = None
 
 
 class FinishReason(enum.Enum):
-    STOP = "stop"  # a stop id was sampled; it is the last token
+    STOP = "stop"  # the last token is a stop id, or completes a stop string
     LENGTH = "length"  # max_tokens reached
     CONTEXT = "context"  # the row is full
 
@@ -61,7 +68,7 @@ class SampleResult:
     full at the start.
 
     Attributes:
-      slot: the row that served the request, for the timeline.
+      slot: the row that served the request, for the timeline; -1 where none was needed.
       started_s, ended_s: `time.monotonic()` when a slot was given and when the last token reached
         the host.
     """
@@ -73,6 +80,85 @@ class SampleResult:
     slot: int
     started_s: float
     ended_s: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScoreRequest:
+    """Asks for the log-probabilities of given tokens under another model.
+
+    Attributes:
+      session: names the trajectory; what its row holds is kept until `ScoreClient.release`.
+      context_ids: all tokens so far, prompt included. What was scored before in the session must be
+        its beginning.
+      first: index in context_ids of the first token that is asked for, at least 1: nothing precedes
+        token 0.
+    """
+
+    session: TrajectoryKey
+    context_ids: tuple[int, ...]
+    first: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScoreResult:
+    """The answer to a `ScoreRequest`.
+
+    Attributes:
+      logprobs: of context_ids[first:], each given all tokens before it.
+      policy_version: of the weights, the same for all of them.
+      num_run: tokens that went through the model for this answer.
+      started_s, ended_s: `time.monotonic()` when it was accepted and when the last log-probability
+        reached the host.
+    """
+
+    logprobs: tuple[float, ...]
+    policy_version: int
+    num_run: int
+    started_s: float
+    ended_s: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServingStatistics:
+    """What a decode loop has done since it started.
+
+    Attributes:
+      num_slots: rows of its batch.
+      decode_steps: steps in which at least one row sampled.
+      tokens_sampled: tokens that were returned, or will be.
+      tokens_prefilled: context tokens that were run through the model.
+      tokens_appended: context tokens that were new: prompts and observations. More were run where
+        rows were dropped, fewer where a prompt was shared.
+      turns_ended: turns that got a result.
+      rows_parked: rows copied out of a slot that another turn took.
+      rows_resumed: rows copied back into a slot.
+      rows_to_host, rows_dropped: stored rows that moved to the host's memory, and that were lost.
+      max_rows_stored: the most rows that were stored at one time, prompts included.
+      prompts_shared: first turns that began with a copy of their prompt's row.
+      num_publishes: versions of the weights taken.
+      busy_s: time not spent waiting for requests.
+    """
+
+    num_slots: int
+    decode_steps: int = 0
+    tokens_sampled: int = 0
+    tokens_prefilled: int = 0
+    tokens_appended: int = 0
+    turns_ended: int = 0
+    rows_parked: int = 0
+    rows_resumed: int = 0
+    rows_to_host: int = 0
+    rows_dropped: int = 0
+    max_rows_stored: int = 0
+    prompts_shared: int = 0
+    num_publishes: int = 0
+    busy_s: float = 0.0
+
+    @property
+    def slot_utilization(self) -> float:
+        """Tokens sampled over those that the steps had room for; NaN before the first step."""
+        room = self.decode_steps * self.num_slots
+        return self.tokens_sampled / room if room else float("nan")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

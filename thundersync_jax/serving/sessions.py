@@ -1,0 +1,180 @@
+"""`Session` and `Turn`: what one trajectory has asked for, what it got, and when a turn ends.
+
+A turn moves as `_NEXT_STATES` says; it may end from any state. `Session.token_ids` are all tokens
+of the trajectory so far. Host logic only; called by `slots.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable, Sequence
+
+from thundersync_jax.serving.decode_state import MAX_STOP_IDS
+from thundersync_jax.trajectory import TrajectoryKey
+from thundersync_jax.transport.client import ServingError
+from thundersync_jax.transport.messages import (
+    FinishReason,
+    SampleRequest,
+    SampleResult,
+    SamplingParams,
+)
+
+Decode = Callable[[Sequence[int]], str]
+
+
+class TurnState(enum.Enum):
+    HELD = "waiting for new weights"
+    WAITING = "waiting for a slot"
+    EXTENDING = "extending its row"
+    GENERATING = "generating"
+    ENDED = "ended"
+
+
+_NEXT_STATES = {
+    TurnState.HELD: {TurnState.WAITING, TurnState.ENDED},
+    TurnState.WAITING: {TurnState.HELD, TurnState.EXTENDING, TurnState.ENDED},
+    TurnState.EXTENDING: {TurnState.GENERATING, TurnState.ENDED},
+    TurnState.GENERATING: {TurnState.ENDED},
+    TurnState.ENDED: set[TurnState](),
+}
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class Turn:
+    """One request on its way. `started_s` is when it had a slot and began to be served."""
+
+    request: SampleRequest
+    state: TurnState = TurnState.WAITING
+    submitted_s: float = 0.0
+    started_s: float = 0.0
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+    policy_versions: list[int] = dataclasses.field(default_factory=list)
+
+    def move(self, state: TurnState) -> None:
+        if state not in _NEXT_STATES[self.state]:
+            raise AssertionError(f"a turn cannot go from {self.state.name} to {state.name}")
+        self.state = state
+
+    def cut_at_stop_string(self, num_new: int, decode: Decode) -> bool:
+        """Ends with the token that completes a stop string, if one of the last `num_new` does."""
+        stops = self.request.sampling.stop_strings
+
+        def has_stop(count: int) -> bool:
+            text = decode(self.token_ids[:count])
+            return any(stop in text for stop in stops)
+
+        total = len(self.token_ids)
+        if not stops or not num_new or not has_stop(total):
+            return False
+        kept = next(n for n in range(total - num_new + 1, total + 1) if has_stop(n))
+        for values in (self.token_ids, self.logprobs, self.policy_versions):
+            del values[kept:]
+        return True
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class Session:
+    """One trajectory.
+
+    Attributes:
+      prompt_ids: the context of its first turn.
+      token_ids: of the trajectory so far, without those of a turn that has not ended.
+      slot: -1 while it holds none.
+      num_cached: tokens whose keys and values are valid in its slot, or in the stored row of its
+        name; without either it is what the row had.
+    """
+
+    key: TrajectoryKey
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...] = ()
+    slot: int = -1
+    num_cached: int = 0
+    turn: Turn | None = None
+
+    @property
+    def running(self) -> Turn:
+        """The turn, which there must be."""
+        assert self.turn is not None
+        return self.turn
+
+    @property
+    def context_ids(self) -> tuple[int, ...]:
+        """Of the running turn."""
+        return self.running.request.context_ids
+
+    def finish(self, now_s: float, reason: FinishReason) -> SampleResult:
+        """Ends the turn with what it has sampled."""
+        turn = self.running
+        turn.move(TurnState.ENDED)
+        self.turn = None
+        self.token_ids = turn.request.context_ids + tuple(turn.token_ids)
+        if turn.token_ids:
+            # The last token was not run through the model, or its entry is written again.
+            self.num_cached = len(self.token_ids) - 1
+        return SampleResult(
+            token_ids=tuple(turn.token_ids),
+            logprobs=tuple(turn.logprobs),
+            policy_versions=tuple(turn.policy_versions),
+            finish_reason=reason,
+            slot=self.slot,
+            started_s=turn.started_s,
+            ended_s=now_s,
+        )
+
+
+def check_request(
+    request: SampleRequest,
+    known: tuple[int, ...],
+    *,
+    row_length: int,
+    vocab_size: int,
+    decode: Decode | None,
+) -> None:
+    """Raises ServingError for a turn that cannot follow the `known` tokens of its session."""
+    key, asked = request.session, request.context_ids
+    _check_sampling(key, request.sampling, decode)
+    if asked[: len(known)] != known:
+        raise ServingError(
+            f"{key}: context_ids differ from the {len(known)} tokens its row holds at "
+            f"index {_first_difference(asked, known)}; a turn may only append. Release the "
+            "session to start over"
+        )
+    if not 0 < len(asked) <= row_length:
+        raise ServingError(
+            f"{key}: a context of {len(asked)} tokens; a row holds 1 to {row_length} "
+            "(model.max_context)"
+        )
+    new = asked[len(known) :]
+    if new and not 0 <= min(new) <= max(new) < vocab_size:
+        raise ServingError(
+            f"{key}: token ids from {min(new)} to {max(new)} are outside the vocabulary of "
+            f"{vocab_size}"
+        )
+
+
+def _first_difference(a: Sequence[int], b: Sequence[int]) -> int:
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))
+
+
+def _check_sampling(key: TrajectoryKey, sampling: SamplingParams, decode: Decode | None) -> None:
+    is_possible = (
+        sampling.max_tokens >= 1
+        and sampling.temperature >= 0
+        and sampling.top_k >= 0
+        and 0 < sampling.top_p <= 1
+        and len(sampling.stop_ids) <= MAX_STOP_IDS
+        and all(sampling.stop_strings)
+    )
+    if not is_possible:
+        raise ServingError(
+            f"{key}: {sampling} cannot be served: expected max_tokens >= 1, temperature >= 0, "
+            f"top_k >= 0, 0 < top_p <= 1, at most {MAX_STOP_IDS} stop_ids and no empty stop string"
+        )
+    if sampling.stop_strings and decode is None:
+        raise ServingError(
+            f"{key}: stop_strings = {sampling.stop_strings!r} need text, and this server has ids "
+            "only: give ServingWorker a decode function, or ask for stop_ids"
+        )
