@@ -13,6 +13,6 @@ def get_config() -> ConfigDict:
     config.serving.num_slots = 2
     config.serving.steps_per_sync = 4
     config.serving.extend_rows = 2
-    config.serving.extend_buckets = (8, 256)
+    config.serving.extend_buckets = (64,)
     config.serving.request_timeout_s = 30.0
     return config

@@ -291,7 +291,7 @@ def test_cancelled_turns_free_their_slots(loops: Mapping[str, Connect], loop: st
 def test_a_call_over_time_is_named_and_frees_its_slot(served: Served) -> None:
     async def main() -> None:
         async with remote(served.address, timeout_s=0.5) as client:
-            turns = (sample(client, i, **LONG) for i in range(SLOTS))
+            turns = (sample(client, i, **LONG) for i in range(3 * SLOTS))
             for error in await asyncio.gather(*turns, return_exceptions=True):
                 assert re.search(r"index \d: no turn from .* within 0.5 s", str(error))
         async with remote(served.address) as client, asyncio.timeout(SOON_S):
@@ -320,7 +320,7 @@ time.sleep(60)
 
 
 def test_a_client_that_vanishes_frees_its_slots(served: Served) -> None:
-    turns = [encode_request(request(i, (1,), **LONG)) for i in range(SLOTS)]
+    turns = [encode_request(request(i, (1,), **LONG)) for i in range(3 * SLOTS)]
     command = [sys.executable, "-c", CLIENT, served.address]
     command += [turn.SerializeToString().hex() for turn in turns]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as client:

@@ -27,12 +27,15 @@ from thundersync_jax.serving.supervision import (
     SupervisionError,
     SupervisionLimits,
     Supervisor,
+    end_with_supervisor,
     is_serving,
     reserved_port,
 )
 from thundersync_jax.workdir import WorkDirectory
 
 if TYPE_CHECKING:
+    from thundersync_jax.model.presets import TransformerConfig
+    from thundersync_jax.model.transformer import Params
     from thundersync_jax.serving.jetstream_server import DrivenEngine
 
 FRESH = 0  # --checkpoint_step of the weights before the first step
@@ -101,7 +104,7 @@ def serve(config: RunConfig, workdir: WorkDirectory, port: int, step: int) -> in
     from thundersync_jax.learner.compilation import configure
     from thundersync_jax.serving.jetstream_server import PolicyServer
 
-    threading.Thread(target=_end_with_supervisor, name="supervisor", daemon=True).start()
+    threading.Thread(target=end_with_supervisor, name="supervisor", daemon=True).start()
     configure(workdir.compile_cache, is_float64=config.model.dtype == "float64")
     server = PolicyServer(load_engine(config, workdir, step), port)
     server.start()
@@ -123,40 +126,42 @@ def serve(config: RunConfig, workdir: WorkDirectory, port: int, step: int) -> in
 
 def load_engine(config: RunConfig, workdir: WorkDirectory, step: int) -> DrivenEngine:
     """The configured engine, compiled, with the weights after `step` steps."""
+    from thundersync_jax.rollout.chat import word_tokenizer
+    from thundersync_jax.runtime import load_suite, make_model
+    from thundersync_jax.serving.jetstream_server import DrivenEngine
+
+    model = make_model(config, word_tokenizer(load_suite(config.env).vocabulary))
+    params, version = load_policy(config, model, workdir, step)
+    engine = DrivenEngine(model, config.serving, config.model.max_context)
+    engine.warm_up(with_prefill=True)
+    engine.weights.publish(params, version)
+    return engine
+
+
+def load_policy(
+    config: RunConfig, model: TransformerConfig, workdir: WorkDirectory, step: int
+) -> tuple[Params, int]:
+    """Parameters and policy version after `step` steps, on the first device. Writes nothing."""
     import jax
 
     from thundersync_jax.learner.checkpoint import Checkpointer
     from thundersync_jax.model.sharded import init_on_mesh
     from thundersync_jax.model.transformer import abstract_params
-    from thundersync_jax.rollout.chat import word_tokenizer
-    from thundersync_jax.runtime import load_suite, make_model
-    from thundersync_jax.serving.jetstream_server import DrivenEngine
     from thundersync_jax.sharding import MeshShape, make_mesh
 
-    model = make_model(config, word_tokenizer(load_suite(config.env).vocabulary))
-    engine = DrivenEngine(model, config.serving, config.model.max_context)
-    engine.warm_up(with_prefill=True)
+    device = jax.devices()[0]
     if step == FRESH:
-        mesh = make_mesh(MeshShape(data=1, fsdp=1, tensor=1), jax.devices()[:1])
-        engine.weights.publish(init_on_mesh(model, config.run.seed, mesh), 0)
-        return engine
-    where = jax.sharding.SingleDeviceSharding(engine.mesh.devices.flat[0])
+        mesh = make_mesh(MeshShape(data=1, fsdp=1, tensor=1), [device])
+        return init_on_mesh(model, config.run.seed, mesh), 0
+    where = jax.sharding.SingleDeviceSharding(device)
     like = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), abstract_params(model)
     )
     checkpoints = Checkpointer(workdir.checkpoints, keep_last=config.checkpoint.keep_last)
     try:
-        engine.weights.publish(*checkpoints.restore_policy(like, step))
+        return checkpoints.restore_policy(like, step)
     finally:
         checkpoints.close()
-    return engine
-
-
-def _end_with_supervisor() -> None:
-    """Ends this process when its standard input, which the supervisor holds, is closed."""
-    while os.read(sys.stdin.fileno(), 1):
-        pass
-    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _say(text: str) -> None:

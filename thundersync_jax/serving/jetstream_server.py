@@ -33,6 +33,7 @@ from thundersync_jax.transport.client import ServingError
 from thundersync_jax.transport.messages import SampleRequest
 
 _NO_LIMIT = 2**31 - 1  # the engine ends turns; the Driver's own count would cost one more step
+_MAX_DETAILS = 2000  # characters; gRPC drops a status that outgrows its 8 KB of metadata
 _MIN_RPC_THREADS = 64  # JetStream's own default
 
 
@@ -120,7 +121,7 @@ class _Turn:
                 call()
 
 
-class _FreeSlots(queue.Queue[int]):
+class FreeSlots(queue.Queue[int]):
     """Free slots of the Driver; what its detokenize thread gives back counts after `collect`.
 
     The generate thread asserts, once it took what slots it could fill, that one is taken. Given
@@ -153,10 +154,11 @@ class PolicyDriver(orchestrator.Driver):
       ended: set when the Driver no longer serves.
     """
 
-    def __init__(self, engine: DrivenEngine) -> None:
+    def __init__(self, engine: DrivenEngine, max_open_turns: int) -> None:
         self.failure: BaseException | None = None
         self.ended = threading.Event()
         self._engine = engine
+        self._max_open_turns = max_open_turns
         self._lock = threading.Lock()
         self._open_turns: set[_Turn] = set()
         params = engine.load_params()
@@ -171,16 +173,19 @@ class PolicyDriver(orchestrator.Driver):
     # The Driver's constructor makes its queues of slots and starts its threads.
 
     @property
-    def _generate_slots(self) -> list[_FreeSlots]:
+    def _generate_slots(self) -> list[FreeSlots]:
         return self._slots
 
     @_generate_slots.setter
     def _generate_slots(self, queues: list[queue.Queue[int]]) -> None:
-        self._slots = [_FreeSlots(slots.maxsize) for slots in queues]
+        self._slots = [FreeSlots(slots.maxsize) for slots in queues]
         self._engine.after_generate = self._slots[0].collect
 
     def place_request_on_prefill_queue(self, request: Any) -> None:
-        """Checks a request and queues it; raises ServingError and leaves the others alone."""
+        """Checks a request and queues it; raises ServingError and leaves the others alone.
+
+        Raises queue.Full, which the servicer answers with RESOURCE_EXHAUSTED, when too many wait.
+        """
         asked = decode_request(request.history_path, request.max_tokens, request.prefill_content)
         check_request(
             asked,
@@ -192,6 +197,8 @@ class PolicyDriver(orchestrator.Driver):
         with self._lock:
             if not self.live:
                 raise ServingError(f"{asked.session}: {self._reason()}")
+            if len(self._open_turns) >= self._max_open_turns:
+                raise queue.Full
             self._open_turns.add(turn)
         if len(asked.context_ids) == self._engine.row_length:
             turn.close()  # the row is full at the start: a turn of no tokens
@@ -272,7 +279,7 @@ class TurnServicer(orchestrator.LLMOrchestrator):
             is_refusal = self._driver.live
             await context.abort(
                 grpc.StatusCode.INVALID_ARGUMENT if is_refusal else grpc.StatusCode.UNAVAILABLE,
-                str(error),
+                str(error)[:_MAX_DETAILS],
             )
 
     def _get_prefill_content(self, request: Any) -> tuple[list[int], bool]:
@@ -283,16 +290,21 @@ class TurnServicer(orchestrator.LLMOrchestrator):
 
 
 class PolicyServer:
-    """Serves an engine that is warm and has weights on 127.0.0.1:port."""
+    """Serves an engine that is warm and has weights, on 127.0.0.1:port.
 
-    def __init__(self, engine: DrivenEngine, port: int) -> None:
+    Args:
+      max_open_turns: turns that run or wait; more are refused as RESOURCE_EXHAUSTED.
+    """
+
+    def __init__(self, engine: DrivenEngine, port: int, *, max_open_turns: int = 4096) -> None:
         self._engine = engine
         self._port = port
+        self._max_open_turns = max_open_turns
         self._driver: PolicyDriver | None = None
         self._server: Any = None
 
     def start(self) -> None:
-        self._driver = PolicyDriver(self._engine)
+        self._driver = PolicyDriver(self._engine, self._max_open_turns)
         threads = max(self._driver.get_total_concurrent_requests(), _MIN_RPC_THREADS)
         self._server = make_server(self._driver, TurnServicer, port=self._port, threads=threads)
         self._server.start()
@@ -311,7 +323,11 @@ class PolicyServer:
         assert self._driver is not None
         self._driver.refuse_everything()
         # JetStream's stop has no deadline; an engine call that never returns would hold it.
-        stop = threading.Thread(target=self._server.stop, name="stop", daemon=True)
+        stop = threading.Thread(target=self._stop, name="stop", daemon=True)
         stop.start()
         stop.join(timeout_s)
         return not stop.is_alive()
+
+    def _stop(self) -> None:
+        self._server.stop()
+        self._server._loop.close()  # JetStream leaves it open

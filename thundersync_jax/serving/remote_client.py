@@ -54,13 +54,16 @@ class RemotePolicyClient:
 
     async def close(self) -> None:
         """Ends turns in flight and closes the channel."""
+        channel, self._channel = self._channel, None
         for session in tuple(self._calls):
             await self.release(session)
-        await self._channel.close()
+        await channel.close()
 
     async def sample(self, request: SampleRequest) -> SampleResult:
         """Samples one turn; its cancellation frees the slot. Raises ServingError."""
         session = request.session
+        if self._channel is None:
+            raise ServingError(f"{session}: the client is not open: start() first, close() last")
         if session in self._calls:
             raise ServingError(f"{session} already has a turn in flight at {self._address}")
         started_s = time.monotonic()

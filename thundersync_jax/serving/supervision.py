@@ -5,7 +5,7 @@ JetStream kills its process when one of its threads fails, so a server is a proc
 Invariants:
   * At most one child; it has ended when `Supervisor.run` returns, however that ends. The child's
     standard input is a pipe that only the supervisor holds: its end tells the child that the
-    supervisor is gone.
+    supervisor is gone (`end_with_supervisor`).
   * The port is held from the first start to the last end, so every child listens on the same one.
   * Every wait has a deadline; a child over it is killed and counts as one that died.
 Called by the `serve` main, in its main thread.
@@ -16,9 +16,11 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -90,6 +92,13 @@ def is_serving(address: str, timeout_s: float) -> bool:
             return channel.unary_unary(_HEALTH_METHOD)(b"", timeout=timeout_s) == _IS_LIVE
         except grpc.RpcError:
             return False
+
+
+def end_with_supervisor() -> None:
+    """In a thread of the child: SIGTERM for this process once the supervisor is gone."""
+    while os.read(sys.stdin.fileno(), 1):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 class Supervisor:
