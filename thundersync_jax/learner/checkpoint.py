@@ -17,6 +17,7 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from thundersync_jax.errors import UserError
+from thundersync_jax.learner.streaming import Params
 from thundersync_jax.learner.train_state import TrainState
 
 
@@ -103,17 +104,38 @@ class Checkpointer:
                 policy_version=meta.pop("policy_version"),
             )
             return state, RunPosition(**meta)
-        except (
-            Exception
-        ) as error:  # Orbax and its storage raise many types for one cause: bad files
-            cause = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
-            others = [step for step in self.steps() if step != num_steps]
-            raise CheckpointError(
-                f"the checkpoint of step {num_steps} in {self._directory / str(num_steps)} cannot "
-                f"be read ({cause}). Other checkpoints: {others or 'none'}. Move that directory "
-                "away to resume from the newest other one, or use an empty work directory to begin "
-                "again"
-            ) from error
+        except Exception as error:  # Orbax and its storage raise many types for bad files
+            raise self._unreadable(num_steps, error) from error
+
+    def restore_policy(self, like: Params, num_steps: int) -> tuple[Params, int]:
+        """Reads the parameters alone, into the shapes and shardings of `like`, and their version.
+
+        Raises:
+          CheckpointError: as `restore`.
+        """
+        target = {"params": like}
+        args = ocp.args.Composite(
+            state=ocp.args.PyTreeRestore(
+                target,
+                restore_args=ocp.checkpoint_utils.construct_restore_args(target),
+                partial_restore=True,  # not the optimizer's moments
+            ),
+            meta=ocp.args.JsonRestore(),
+        )
+        try:
+            restored = self._manager.restore(num_steps, args=args)
+            return restored.state["params"], restored.meta["policy_version"]
+        except Exception as error:  # as in `restore`
+            raise self._unreadable(num_steps, error) from error
+
+    def _unreadable(self, num_steps: int, error: Exception) -> CheckpointError:
+        cause = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
+        others = [step for step in self.steps() if step != num_steps]
+        return CheckpointError(
+            f"the checkpoint of step {num_steps} in {self._directory / str(num_steps)} cannot be "
+            f"read ({cause}). Other checkpoints: {others or 'none'}. Move that directory away to "
+            "go on from the newest other one, or use an empty work directory to begin again"
+        )
 
     def close(self) -> None:
         self._manager.close()

@@ -4,8 +4,10 @@ What it does beside importing, each for a reason:
   * seqio serves JetStream's SentencePiece tokenizers, and pulls TensorFlow (3.2 GB). Where it is
     not installed, the two names that JetStream reads from it are stubbed.
   * `orchestrator.delete_pytree` calls `jax.tree_map`, which JAX removed in 0.6: it would kill a
-    Driver's process at the first decode. Buffers are freed by their last reference instead.
+    Driver's process at the first decode. It is replaced by one that does the same.
   * Importing the orchestrator sets the root logger to DEBUG on standard output; that is undone.
+  * JetStream's server listens on every interface and makes its servicer by name: `make_server`
+    gives it the loopback interface and another servicer.
 """
 
 from __future__ import annotations
@@ -18,6 +20,9 @@ import sys
 import types
 from collections.abc import Iterator
 from typing import Any
+
+import grpc
+import jax
 
 from thundersync_jax.errors import UserError
 
@@ -68,16 +73,38 @@ def _root_logger_kept() -> Iterator[None]:
         root.handlers[:] = handlers
 
 
-def _keep_until_unreferenced(_: Any) -> None:
-    """Stands in for `delete_pytree`."""
+def _delete_arrays(tree: Any) -> None:
+    """Frees a prefix that was inserted; its request would keep it to the end of the turn."""
+    for leaf in jax.tree.leaves(tree):
+        leaf.delete()
 
 
 _check_version()
 _stub_seqio()
 with _root_logger_kept():
     from jetstream.core import orchestrator
-    from jetstream.engine import engine_api, tokenizer_pb2
+    from jetstream.core.proto import jetstream_pb2, jetstream_pb2_grpc
+    from jetstream.engine import engine_api, tokenizer_api, tokenizer_pb2
 
-orchestrator.delete_pytree = _keep_until_unreferenced
+orchestrator.delete_pytree = _delete_arrays
 
-__all__ = ["JETSTREAM_VERSION", "engine_api", "orchestrator", "tokenizer_pb2"]
+
+def make_server(driver: Any, servicer: type[Any], *, port: int, threads: int) -> Any:
+    """JetStream's own server of `servicer(driver)` on 127.0.0.1:port, not started."""
+    with _root_logger_kept():
+        from jetstream.core import server_lib
+    server_lib._HOST = "127.0.0.1"
+    orchestrator.LLMOrchestrator = servicer
+    return server_lib.JetStreamServer(driver, threads, port, grpc.insecure_server_credentials())
+
+
+__all__ = [
+    "JETSTREAM_VERSION",
+    "engine_api",
+    "jetstream_pb2",
+    "jetstream_pb2_grpc",
+    "make_server",
+    "orchestrator",
+    "tokenizer_api",
+    "tokenizer_pb2",
+]
