@@ -1,14 +1,15 @@
 """What streaming buys: whole train steps of the real parts in stream and barrier mode.
 
-4 groups of 8 agents make 4 tool calls each in sandboxes, with waits lognormal(sigma = 1) drawn from
+4 groups of 8 agents make 3 tool calls each in sandboxes, with waits lognormal(sigma = 1) drawn from
 (seed, key, turn). Pairs of a stream and a barrier step of the same number alternate in their order;
 both meet the same waits and sample the same tokens (`timed_steps`). Figures are medians over pairs.
 
 Sizes. On a machine without accelerators learner, engine and tools share the cores. The engine runs
-a third of a gradient's arithmetic on every token that it reads, so with the learner at the same
-real lengths it would take a quarter of the CPU. Here trajectories are short for the engine and
-padded to one long bucket for the learner, which stands for serving that has chips of its own: the
-learner's work is about as long as the rollouts, engine and tools take under a tenth of the CPU.
+a third of a gradient's arithmetic on every token that it reads, so at the learner's own lengths it
+would take a quarter of the CPU. Here trajectories are short for the engine and padded to one long
+bucket for the learner, which stands for serving that has chips of its own. Pairs without waits come
+first; the mean wait is then set so that the longest tool path of a step is, in the median, as long
+as the learner's work. A mean that suits one machine would be idle time on another.
 
 The bound. c_1 <= ... <= c_n are the times at which the contents of a barrier step were final, W its
 learner's seconds before the update and U the time from its last gradient to the new weights. One
@@ -47,18 +48,16 @@ from thundersync_jax.benchmarks.arrivals import rel_l2
 from thundersync_jax.benchmarks.report import Report
 from thundersync_jax.benchmarks.timed_steps import TimedStep, TimedSteps, children_cpu_s, started
 from thundersync_jax.config import RunConfig, default_config, resolve
-from thundersync_jax.config_sections import EnvSection
+from thundersync_jax.envs.paced_tool import PacedToolSuite, paced_tool
 from thundersync_jax.learner.compilation import configure
 from thundersync_jax.learner.learner import Learner
 from thundersync_jax.learner.streaming import Params
-from thundersync_jax.runtime import load_suite
-from thundersync_jax.trajectory import TrajectoryRecord
+from thundersync_jax.trajectory import TrajectoryKey, TrajectoryRecord
 from thundersync_jax.trajectory_log import read_step
 from thundersync_jax.workdir import WorkDirectory
 
-GROUPS, GROUP_SIZE, NUM_TURNS, TURN_TOKENS = 4, 8, 4, 8
-BUCKET = 512
-TOOL_DELAY_S = 1.0
+GROUPS, GROUP_SIZE, NUM_TURNS, TURN_TOKENS = 4, 8, 3, 8
+BUCKET = 768
 NUM_PAIRED = 5
 
 
@@ -86,7 +85,7 @@ def config() -> RunConfig:
             "prompt_tokens": 16,
             "num_turns": NUM_TURNS,
             "turn_tokens": TURN_TOKENS,
-            "tool_delay_s": TOOL_DELAY_S,
+            "tool_delay_s": 0.0,
             "num_tasks": GROUPS,
         }
     )
@@ -111,7 +110,6 @@ def run() -> Report:
         "groups": GROUPS,
         "group_size": GROUP_SIZE,
         "num_turns": NUM_TURNS,
-        "tool_delay_s": TOOL_DELAY_S,
         "tool_delay_sigma": 1.0,
         "bucket": BUCKET,
         "num_paired": NUM_PAIRED,
@@ -122,14 +120,17 @@ def run() -> Report:
 async def _measure(workdir: WorkDirectory, num_paired: int) -> dict[str, Any]:
     async with started(config(), workdir) as steps:
         children_before_s = children_cpu_s()  # the self-tests of the sandboxes came before
-        waiting = await paired(steps, num_paired)
+        instant = await paired(steps, num_paired)
+        learner_s = statistics.median(pair.barrier.work_s for pair in instant)
+        tool_delay_s = learner_s / longest_path(num_paired)
+        waiting = await paired(with_waits(steps, tool_delay_s), num_paired)
         logged = read_step(workdir.trajectories, 1, num_groups=GROUPS, group_size=GROUP_SIZE)
         learner = steps.runtime.learner
         streamed = gradient_of(learner, logged, is_streamed=True)
         distance = rel_l2(streamed, gradient_of(learner, logged, is_streamed=False))
-        instant = await paired(without_waits(steps), num_paired)
-    num_steps = 2 * (num_paired + 1) * 2
-    tools_cpu_s = (children_cpu_s() - children_before_s) / num_steps
+    num_steps = 2 * 2 * (num_paired + 1)
+    tools_cpu_s = (children_cpu_s() - children_before_s) / num_steps  # they are closed by now
+    without_waits = [pair.stream.step_s / pair.barrier.step_s for pair in instant]
     return {
         **report_pairs(waiting),
         "updates_rel_l2": distance,
@@ -137,14 +138,12 @@ async def _measure(workdir: WorkDirectory, num_paired: int) -> dict[str, Any]:
             (pair.barrier.rollout_cpu_s + tools_cpu_s) / (pair.barrier.cpu_s + tools_cpu_s)
             for pair in waiting
         ),
-        "tools_cpu_s_per_step": tools_cpu_s,
-        "same_tokens": all(is_same_tokens(pair) for pair in waiting),
-        "stream_over_barrier_without_waits": statistics.median(
-            pair.stream.step_s / pair.barrier.step_s for pair in instant
-        ),
-        "stream_over_barrier_without_waits_quartiles": quartiles(
-            [pair.stream.step_s / pair.barrier.step_s for pair in instant]
-        ),
+        "engine_and_rollouts_cpu_s": statistics.median(p.barrier.rollout_cpu_s for p in waiting),
+        "tools_cpu_s": tools_cpu_s,
+        "tool_delay_s": tool_delay_s,
+        "same_tokens": all(is_same_tokens(pair) for pair in (*instant, *waiting)),
+        "stream_over_barrier_without_waits": statistics.median(without_waits),
+        "stream_over_barrier_without_waits_quartiles": quartiles(without_waits),
     }
 
 
@@ -164,12 +163,26 @@ async def paired(steps: TimedSteps, num_paired: int) -> list[Pair]:
     return pairs[1:]
 
 
-def without_waits(steps: TimedSteps) -> TimedSteps:
-    """The same parts with tools that answer at once."""
-    env = steps.runtime.config.env
-    options = {**env.options, "tool_delay_s": 0.0}
-    suite = load_suite(EnvSection(factory=env.factory, options=options))
-    return TimedSteps(dataclasses.replace(steps.runtime, suite=suite))
+def with_waits(steps: TimedSteps, tool_delay_s: float) -> TimedSteps:
+    """The same parts with tools of that mean wait."""
+    return TimedSteps(dataclasses.replace(steps.runtime, suite=suite_of(tool_delay_s)))
+
+
+def suite_of(tool_delay_s: float) -> PacedToolSuite:
+    return paced_tool(**{**config().env.options, "tool_delay_s": tool_delay_s})
+
+
+def longest_path(num_paired: int) -> float:
+    """The longest tool path of a measured step in mean waits; the median over steps."""
+    suite = suite_of(1.0)
+    return statistics.median(
+        max(
+            suite.tool_path_s(TrajectoryKey(step=step, group=group, index=index))
+            for group in range(GROUPS)
+            for index in range(GROUP_SIZE)
+        )
+        for step in range(1, num_paired + 1)
+    )
 
 
 def bound_s(step: TimedStep) -> float:
