@@ -394,8 +394,11 @@ def test_padding_and_bucket_do_not_change_the_example():
         bucket_of(33, (16, 32))
 
 
-def test_schedule_counts_applied_updates_and_its_first_step_moves():
-    section = OptimizerSection(learning_rate=1.0, warmup_steps=3)
+@pytest.mark.parametrize("schedule", ["constant", "cosine"])
+def test_schedule_counts_applied_updates_and_its_first_step_moves(schedule: str):
+    section = OptimizerSection(
+        learning_rate=1.0, schedule=schedule, warmup_steps=3, decay_steps=1_000_000
+    )
     rates = [float(learning_rate_schedule(section)(i)) for i in range(5)]
     assert rates == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
 

@@ -10,7 +10,7 @@ import pytest
 from thundersync_jax.config_sections import LearnerSection
 from thundersync_jax.learner.memory import MemoryPlanError
 from thundersync_jax.learner.statistics import NonFiniteGradientError
-from thundersync_jax.trajectory import TrajectoryError, check_reward
+from thundersync_jax.trajectory import TrajectoryBuilder, TrajectoryError, check_reward
 
 
 def group_of_two(learner, *, is_ahead: bool, rewards: tuple[float, float]) -> None:
@@ -60,6 +60,22 @@ def test_a_reward_beyond_float32_sums_is_refused(reward: float):
 def test_a_pool_larger_than_the_host_is_refused_on_the_cpu_too():
     with pytest.raises(MemoryPlanError, match=r"learner.pool_size = \d+ would fit"):
         lc.make_learner(lc.tiny(), pool_size=10**9, prompt_buckets=())
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_gap_in_a_group_of_equal_rewards_counts_nowhere(is_streamed: bool):
+    """Its members run or not, as they arrive; what is refused must not depend on that."""
+    learner = lc.make_learner(lc.tiny(), buckets=(64,), pool_size=1, max_logprob_gap=0.5)
+    group = learner.open_group("t", [1, 2, 3], 2)
+    for index in range(2):
+        builder = TrajectoryBuilder()
+        builder.append_action([1, 2], [-9.0, -9.0], [0, 0])
+        learner.add_trajectory(group, index, builder.build())
+        learner.set_reward(group, index, 1.0)
+        if is_streamed:
+            learner.work()
+    report = learner.update()
+    assert report.is_empty and np.isnan(report.logprob_gap_max)
 
 
 @pytest.mark.parametrize("offset", [0.0, 1e4, -1e6])

@@ -148,8 +148,8 @@ class LearnerSection:
     min_shared_tokens: int = 32
     normalizer: str = "token_mean"
     advantage: str = "grpo"
-    tis_cap: float = 0.0
-    max_logprob_gap: float = 0.5
+    tis_cap: float = mutable(0.0)
+    max_logprob_gap: float = mutable(0.5)
 
     def __post_init__(self) -> None:
         whole = tuple(max(1, size) for size in (*self.mesh, 1, 1, 1)[:3])

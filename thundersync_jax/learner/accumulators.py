@@ -1,7 +1,7 @@
 """`Accumulators`: batch sum, pairs, held gradients and prompt slots; runs the calls on them.
 
 All of it is donated to the programs and replaced by their results, so nobody else may hold a
-reference across a call. Coefficients are computed here, on the host in float64, from rewards in
+reference across a call. Coefficients are computed here, on the host in float64, from moments in
 index order.
 """
 

@@ -9,7 +9,7 @@ threads at a time.
     update()            refuses open groups by name
 
 The update equals that of `reference.py` to rounding for every arrival order, path mix and pool
-size: the coefficients come from rewards in index order, and the sums are linear:
+size: the moments come from rewards in index order, and the sums are linear for every c:
 
     sum_i A_i g_i = (G1 - (mean - c) G2) / (std + eps),  G1 = sum_i (r_i - c) g_i,  G2 = sum_i g_i
 

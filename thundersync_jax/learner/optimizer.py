@@ -12,17 +12,16 @@ from thundersync_jax.config_sections import OptimizerSection
 def learning_rate_schedule(config: OptimizerSection) -> optax.Schedule:
     """Learning rate by number of *applied* updates: an empty step does not advance it."""
     peak, warmup = config.learning_rate, config.warmup_steps
+    first = peak / (warmup + 1)  # the first update already moves
     if config.schedule == "cosine":
         return optax.warmup_cosine_decay_schedule(
-            init_value=0.0 if warmup else peak,
+            init_value=first,
             peak_value=peak,
             warmup_steps=warmup,
             decay_steps=config.decay_steps,
         )
     if warmup:
-        # The first update already moves: step i of the warm-up has rate peak * (i + 1) / (warmup +
-        # 1).
-        return optax.linear_schedule(peak / (warmup + 1), peak, warmup)
+        return optax.linear_schedule(first, peak, warmup)
     return optax.constant_schedule(peak)
 
 

@@ -9,16 +9,17 @@ from collections.abc import Sequence
 import numpy as np
 
 from thundersync_jax.config_sections import LearnerSection
+from thundersync_jax.errors import UserError
 from thundersync_jax.learner.groups import Group, Member, Path, Stage
 from thundersync_jax.learner.work import LaneWork
 from thundersync_jax.transport.messages import UpdateReport
 
 
-class NonFiniteGradientError(ArithmeticError):
+class NonFiniteGradientError(UserError, ArithmeticError):
     """A gradient with inf or NaN; names its trajectories. Nothing was updated."""
 
 
-class LogprobGapError(ArithmeticError):
+class LogprobGapError(UserError, ArithmeticError):
     """Sampler and learner disagree by more than `learner.max_logprob_gap`; nothing was updated."""
 
 
@@ -38,15 +39,15 @@ def note_of(stats: np.ndarray, replica: int, lane: int) -> Note:
 
 
 class StepStatistics:
-    """Collects notes of the trajectories that were folded in one step."""
+    """Collects what calls said of the trajectories that were folded in one step.
+
+    A group of equal rewards adds nothing to the gradient, whether its members were folded before
+    the last reward or never: they are not counted.
+    """
 
     def __init__(self, config: LearnerSection) -> None:
         self._config = config
-        self._gap_sum = 0.0
-        self._gap_max = -math.inf
-        self._gap_tokens = 0
-        self._gap_name = ""
-        self._non_finite: list[tuple[Group, str]] = []
+        self._notes: list[tuple[LaneWork, Note]] = []
         self._held: dict[Member, Note] = {}
         self.has_gradient = False
 
@@ -55,44 +56,45 @@ class StepStatistics:
         if lane.path is Path.AHEAD:
             self._held[lane.member] = note
             return
-        name = ", ".join(lane.group.name(member) for member in lane.members)
-        self.has_gradient |= lane.path is Path.DIRECT  # which a group of equal rewards never takes
-        self._gap_sum += note.gap_sum
-        self._gap_tokens += sum(member.num_action_tokens for member in lane.members)
-        if note.gap_max > self._gap_max:
-            self._gap_max, self._gap_name = note.gap_max, name
-        if not note.is_finite:
-            self._non_finite.append((lane.group, name))
+        self.has_gradient |= lane.path is Path.DIRECT and not self._is_zero(lane.group)
+        self._notes.append((lane, note))
 
     def release(self, lane: LaneWork) -> None:
-        """The verdict of a held gradient came: it counts, or is forgotten where it has no weight:
-        the attempt failed, or all rewards of its group are equal.
-        """
+        """The verdict of a held gradient came: it counts, or is forgotten if the attempt failed."""
         note = self._held.pop(lane.member)
-        has_weight = lane.path is Path.STREAM or not self._is_zero(lane.group)
-        if lane.member.reward is not None and has_weight:
+        if lane.member.reward is not None:
             self.add(lane, note)
 
     def check_finite(self) -> None:
-        """Raises NonFiniteGradientError; a group of equal rewards adds nothing, whatever it is."""
-        names = [name for group, name in self._non_finite if not self._is_zero(group)]
+        """Raises NonFiniteGradientError."""
+        names = [_name(lane) for lane, note in self._counted() if not note.is_finite]
         if names:
+            more = f"; and {len(names) - 8} more" if len(names) > 8 else ""
             raise NonFiniteGradientError(
-                "the score gradient is not finite for " + "; ".join(names[:8])
+                f"the score gradient is not finite for {'; '.join(names[:8])}{more}: look at its "
+                "log-probabilities and the weights. Nothing was updated: abandon() starts the step "
+                "again"
             )
-
-    def _is_zero(self, group: Group) -> bool:
-        return group.moments(self._config.advantage).is_zero_variance
 
     def check_gap(self) -> None:
         """Raises LogprobGapError when the data are not on-policy and nothing weights that."""
         limit = self._config.max_logprob_gap
-        if self._config.tis_cap == 0 and self._gap_max > limit:
+        counted = self._counted()
+        if self._config.tis_cap or not counted:
+            return
+        lane, note = max(counted, key=lambda found: found[1].gap_max)
+        if note.gap_max > limit:
             raise LogprobGapError(
-                f"{self._gap_name}: sampler and learner differ by {self._gap_max:.3g} nats at one "
+                f"{_name(lane)}: sampler and learner differ by {note.gap_max:.3g} nats at one "
                 f"token, more than learner.max_logprob_gap = {limit}. Check that both use the same "
                 "weights, temperature and dtype, or set learner.tis_cap to weight the difference"
             )
+
+    def _counted(self) -> list[tuple[LaneWork, Note]]:
+        return [(lane, note) for lane, note in self._notes if not self._is_zero(lane.group)]
+
+    def _is_zero(self, group: Group) -> bool:
+        return group.moments(self._config.advantage).is_zero_variance
 
     def report(
         self,
@@ -107,6 +109,9 @@ class StepStatistics:
         members = [m for g in groups for m in g.members]
         rewards = [m.reward for m in members if m.reward is not None]
         kind = self._config.advantage
+        counted = self._counted()
+        num_tokens = sum(m.num_action_tokens for lane, _ in counted for m in lane.members)
+        gap_sum = sum(note.gap_sum for _, note in counted)
         return UpdateReport(
             policy_version=policy_version,
             is_empty=is_empty,
@@ -117,9 +122,14 @@ class StepStatistics:
             zero_variance_groups=sum(g.moments(kind).is_zero_variance for g in groups),
             action_tokens=sum(m.num_action_tokens for m in members if m.reward is not None),
             grad_norm=grad_norm,
-            logprob_gap_mean=self._gap_sum / self._gap_tokens if self._gap_tokens else math.nan,
-            logprob_gap_max=self._gap_max if self._gap_tokens else math.nan,
+            logprob_gap_mean=gap_sum / num_tokens if num_tokens else math.nan,
+            logprob_gap_max=max((note.gap_max for _, note in counted), default=math.nan),
             learning_rate=learning_rate,
             paths={path.value: sum(m.path is path for m in members) for path in Path},
             num_held=sum(m.was_held for m in members),
         )
+
+
+def _name(lane: LaneWork) -> str:
+    names = ", ".join(lane.group.name(member) for member in lane.members)
+    return names if len(lane.members) == 1 else f"one of {names}, which share a lane"
