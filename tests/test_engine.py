@@ -21,6 +21,7 @@ from serving_cases import (
     warm_engine,
 )
 
+from thundersync_jax.errors import ConfigError
 from thundersync_jax.model import transformer
 from thundersync_jax.serving import decode_state as programs
 from thundersync_jax.serving import jetstream_compat
@@ -258,6 +259,12 @@ def test_weights_of_another_model_are_refused_by_name() -> None:
     with pytest.raises(ServingError, match=r"embedding.*float32\(14, 16\)"):
         engine.weights.publish(wide, 8)
     assert engine.weights.current().version == 7
+
+
+def test_slots_that_do_not_fit_are_refused_with_the_number_that_would() -> None:
+    many = dataclasses.replace(SERVING, num_slots=10**12)
+    with pytest.raises(ConfigError, match=r"serving\.num_slots = 10{12}: expected at most \d+"):
+        PolicyEngine(CONFIG, many, ROW_LENGTH)
 
 
 def test_calls_before_warm_up_or_weights_say_what_to_do() -> None:
