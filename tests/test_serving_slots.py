@@ -343,6 +343,19 @@ def test_a_session_that_returns_soon_keeps_its_slot_and_the_least_recent_one_los
     assert table.statistics.rows_parked == 1
 
 
+def test_a_closed_session_frees_its_slot_at_once() -> None:
+    device = FakeDevice()
+    table = make_table(device)
+    for key in KEYS[:4]:
+        table.submit(make_turn(key, (1, 1), 9), 0.0)
+    run_once(table, device, num_rows=3)
+    assert len(table.generating_slots) == 3
+    table.close(KEYS[1])
+    table.start_turns(1.0)
+    [piece] = table.next_pieces(3)
+    assert piece.slot == 1 and not table._waiting
+
+
 def test_low_groups_go_first_and_patience_ends() -> None:
     def order(patience_s: float) -> list[TrajectoryKey]:
         device = FakeDevice()
