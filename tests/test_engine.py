@@ -21,6 +21,7 @@ from serving_cases import (
     warm_engine,
 )
 
+from thundersync_jax.errors import ConfigError
 from thundersync_jax.model import transformer
 from thundersync_jax.serving import decode_state as programs
 from thundersync_jax.serving import jetstream_compat
@@ -142,6 +143,37 @@ def test_a_row_alone_equals_the_row_in_a_batch_bit_for_bit() -> None:
     assert by_extend(engine, PROMPTS[:1], PARAMS[:1])[0] == by_extend(engine, PROMPTS, PARAMS)[0]
 
 
+def live_state(engine: PolicyEngine) -> DecodeState:
+    state = engine.init_decode_state()
+    for slot, (prompt, sampling) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
+        for piece in engine.cut(slot, 0, prompt, sampling):
+            state = engine.extend(engine.weights, state, [piece])
+    return state
+
+
+def test_a_row_that_is_not_kept_stops_before_it_samples_and_the_others_go_on() -> None:
+    """Cancelled rows cost nothing from the next call on."""
+    engine = warm_engine()
+    is_kept = np.array([True, False, True, True])
+    state, results = engine.generate(engine.weights, live_state(engine), is_kept=is_kept)
+    stopped = engine.unpack(results)
+    whole = engine.unpack(engine.generate(engine.weights, live_state(engine))[1])
+    assert not stopped.is_sampled[1].any() and whole.is_sampled[1].all()
+    np.testing.assert_array_equal(stopped.token_ids[is_kept], whole.token_ids[is_kept])
+    np.testing.assert_array_equal(stopped.logprobs[is_kept], whole.logprobs[is_kept])
+    again = engine.unpack(engine.generate(engine.weights, state)[1])
+    assert not again.is_sampled[1].any() and again.is_sampled[0].all()
+
+
+def test_a_call_ends_with_the_step_in_which_enough_rows_have_ended() -> None:
+    """The fourth row ends with its first token: one program, without compiling another."""
+    engine = warm_engine()
+    for until_ended, num_steps in ((1, 1), (2, SERVING.steps_per_sync)):
+        _, results = engine.generate(engine.weights, live_state(engine), until_ended=until_ended)
+        is_sampled = engine.unpack(results).is_sampled
+        assert is_sampled[:3].sum(axis=1).tolist() == [num_steps] * 3
+
+
 def test_tokens_do_not_depend_on_the_slot() -> None:
     engine = warm_engine()
     turns = by_extend(engine, [PROMPTS[0]] * 4, [PARAMS[0]] * 4)
@@ -258,6 +290,12 @@ def test_weights_of_another_model_are_refused_by_name() -> None:
     with pytest.raises(ServingError, match=r"embedding.*float32\(14, 16\)"):
         engine.weights.publish(wide, 8)
     assert engine.weights.current().version == 7
+
+
+def test_slots_that_do_not_fit_are_refused_with_the_number_that_would() -> None:
+    many = dataclasses.replace(SERVING, num_slots=10**12)
+    with pytest.raises(ConfigError, match=r"serving\.num_slots = 10{12}: expected at most \d+"):
+        PolicyEngine(CONFIG, many, ROW_LENGTH)
 
 
 def test_calls_before_warm_up_or_weights_say_what_to_do() -> None:

@@ -22,11 +22,12 @@ from serving_cases import (
     warm_engine,
 )
 
+from thundersync_jax.serving.memory import token_bytes
 from thundersync_jax.serving.worker import ServingWorker
 from thundersync_jax.transport.messages import FinishReason, SampleResult, ServingStatistics
 
 NUM_SESSIONS, NUM_TURNS = 12, 4
-ROW_BYTES = ROW_LENGTH * 2 * CONFIG.num_layers * CONFIG.num_kv_heads * CONFIG.head_dim * 4
+ROW_BYTES = ROW_LENGTH * 2 * 2 * 2 * 8 * 4  # keys and values, layers, kv heads, head dim
 Played = list[tuple[tuple[int, ...], list[SampleResult]]]
 
 
@@ -111,7 +112,7 @@ def test_a_stored_row_is_bit_for_bit_the_slots() -> None:
         for got, want in zip(jax.tree.leaves(again), jax.tree.leaves(before), strict=True):
             np.testing.assert_array_equal(got, want[:, :, : len(tokens)])
     num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(on_host))
-    assert num_bytes == engine.token_bytes * len(tokens)
+    assert num_bytes == token_bytes(CONFIG) * len(tokens)
 
 
 def test_a_groups_prompt_is_prefilled_once_and_its_members_differ() -> None:

@@ -63,6 +63,7 @@ class FakeDevice:
         self.rows: list[tuple[int, ...]] = [()] * NUM_SLOTS
         self.budget: dict[int, int] = {}  # live slot -> tokens left
         self.num_run = 0
+        self.num_taken = 0
         self.pieces: list[list[Piece]] = []
 
     def extend(self, pieces: list[Piece]) -> None:
@@ -78,6 +79,7 @@ class FakeDevice:
         self.pieces.append(pieces)
 
     def take_row(self, slot: int) -> tuple[int, ...]:
+        self.num_taken += 1
         return self.rows[slot]
 
     def put_row(self, row: tuple[int, ...], slot: int) -> None:
@@ -127,6 +129,7 @@ def make_table(
         num_slots=NUM_SLOTS,
         row_length=ROW_LENGTH,
         vocab_size=VOCAB,
+        extend_buckets=BUCKETS,
         parked_bytes=device_rows * ROW_BYTES,
         host_bytes=host_tokens * device.token_bytes,
         patience_s=patience_s,
@@ -139,7 +142,7 @@ def run_once(
 ) -> list[Finished]:
     """One turn of the decode thread's loop."""
     finished = table.start_turns(now_s)
-    if pieces := table.next_pieces(num_rows, BUCKETS):
+    if pieces := table.next_pieces(num_rows):
         assert len(pieces) <= num_rows
         assert all(1 <= len(piece.token_ids) <= BUCKETS[-1] for piece in pieces)
         device.extend(pieces)
@@ -274,6 +277,30 @@ def test_a_prompt_is_prefilled_once_for_all_members_of_a_group() -> None:
     assert table.statistics.prompts_shared == len(KEYS) - 1
 
 
+def test_prompts_that_nobody_shares_and_those_of_one_short_call_are_not_copied() -> None:
+    device = FakeDevice()
+    table = make_table(device)
+    for key, prompt in zip(KEYS, ((1, 2, 0), (1, 2, 1), (1, 2)), strict=False):
+        table.submit(make_turn(key, prompt), 0.0)
+    run_all(table, device)
+    table.close(KEYS[0])
+    table.submit(make_turn(KEYS[3], (1, 2)), 0.0)
+    run_all(table, device)
+    assert device.num_taken == 0
+
+
+def test_a_source_that_is_closed_leaves_its_prompt_to_those_that_wait() -> None:
+    device = FakeDevice()
+    table = make_table(device)
+    prompt = (1, 2, 0, 1)
+    table.submit(make_turn(KEYS[0], prompt), 0.0)
+    run_all(table, device)
+    table.submit(make_turn(KEYS[1], prompt), 0.0)
+    table.close(KEYS[0])
+    run_all(table, device)
+    assert device.num_run == len(prompt) + 1
+
+
 def test_a_prompt_whose_first_session_is_cancelled_is_prefilled_by_the_next() -> None:
     device = FakeDevice()
     table = make_table(device)
@@ -316,6 +343,19 @@ def test_a_session_that_returns_soon_keeps_its_slot_and_the_least_recent_one_los
     assert table.statistics.rows_parked == 1
 
 
+def test_a_closed_session_frees_its_slot_at_once() -> None:
+    device = FakeDevice()
+    table = make_table(device)
+    for key in KEYS[:4]:
+        table.submit(make_turn(key, (1, 1), 9), 0.0)
+    run_once(table, device, num_rows=3)
+    assert len(table.generating_slots) == 3
+    table.close(KEYS[1])
+    table.start_turns(1.0)
+    [piece] = table.next_pieces(3)
+    assert piece.slot == 1 and not table._waiting
+
+
 def test_low_groups_go_first_and_patience_ends() -> None:
     def order(patience_s: float) -> list[TrajectoryKey]:
         device = FakeDevice()
@@ -337,11 +377,11 @@ def test_an_extension_call_takes_the_oldest_turn_and_pads_no_short_one_to_a_long
     for key, length in zip(KEYS, (2, 9, 1), strict=False):
         table.submit(make_turn(key, (key.index,) * length), 0.0)
     table.start_turns(0.0)
-    short = table.next_pieces(3, BUCKETS)
+    short = table.next_pieces(3)
     assert [piece.slot for piece in short] == [0, 2]
     device.extend(short)
     table.extended(short)
-    [long] = table.next_pieces(3, BUCKETS)
+    [long] = table.next_pieces(3)
     assert (long.slot, len(long.token_ids), long.is_last) == (1, 5, False)
 
 

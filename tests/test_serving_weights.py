@@ -173,9 +173,9 @@ def test_stored_rows_die_with_their_version() -> None:
 
     async def main() -> None:
         for version in (7, 8):
-            for index in (0, 1):
-                await worker.sample(request(index, (1, 2, 3, 4, 5)))
-                await worker.release(key(index))
+            turns = (worker.sample(request(index, (1, 2, 3, 4, 5))) for index in (0, 1))
+            await asyncio.gather(*turns)
+            await asyncio.gather(*(worker.release(key(index)) for index in (0, 1)))
             counts = worker.statistics()
             assert counts.prompts_shared == version - 6
             assert counts.tokens_prefilled == 6 * (version - 6)

@@ -128,14 +128,14 @@ def test_a_cancelled_turn_frees_its_slot_and_its_session(worker: ServingWorker) 
 
 
 def test_a_deadline_names_the_session_and_what_it_waited_for() -> None:
-    engine = fresh_engine(StuckEngine, request_timeout_s=0.3)
+    engine = fresh_engine(StuckEngine, request_timeout_s=1.0)
     worker = ServingWorker(engine)
     worker.start()
 
     async def main() -> None:
         engine.may_go.clear()
         tasks = [asyncio.create_task(worker.sample(request(i, (1,)))) for i in range(9)]
-        with pytest.raises(ServingError, match=r"index 8.*0\.3 s.*waiting for a slot"):
+        with pytest.raises(ServingError, match=r"index 8.*1\.0 s.*waiting for a slot"):
             await tasks[8]
         await asyncio.gather(*tasks, return_exceptions=True)
         engine.may_go.set()
@@ -149,9 +149,10 @@ def test_a_deadline_names_the_session_and_what_it_waited_for() -> None:
 class StuckEngine(PolicyEngine):
     """Its `generate` waits until it may go on."""
 
-    may_go = threading.Event()
+    has_begun, may_go = threading.Event(), threading.Event()
 
     def generate(self, *args: object, **kwargs: object) -> object:
+        self.has_begun.set()
         assert self.may_go.wait(60)
         return super().generate(*args, **kwargs)
 
@@ -195,23 +196,28 @@ def _raises_the_failure(call: Callable[[], None]) -> None:
 
 
 def test_closing_refuses_turns_in_flight_and_later_ones() -> None:
-    worker = ServingWorker(fresh_engine())
+    engine = fresh_engine(StuckEngine)
+    worker = ServingWorker(engine)
     with pytest.raises(ServingError, match=r"start\(\)"):
         worker.publish(policy(), 1)
     worker.start()
 
     async def main() -> None:
-        waiting = [
-            asyncio.create_task(worker.sample(request(i, (1,))))
+        engine.may_go.clear()
+        engine.has_begun.clear()
+        turns = [
+            asyncio.create_task(worker.sample(request(i, (1,), max_tokens=ROW_LENGTH)))
             for i in range(SERVING.num_slots + 2)
         ]
-        pending = set(waiting)
-        while len(pending) > 2:
-            _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-        await asyncio.to_thread(worker.close)
-        for task in pending:
+        assert await asyncio.to_thread(engine.has_begun.wait, 60)
+        closing = asyncio.create_task(asyncio.to_thread(worker.close))
+        while worker._commands.empty():
+            await asyncio.sleep(0.001)
+        engine.may_go.set()
+        await closing
+        for turn in turns:
             with pytest.raises(ServingError, match="closed"):
-                await task
+                await turn
         with pytest.raises(ServingError, match="not running"):
             await worker.sample(request(0, (1,)))
 

@@ -8,9 +8,7 @@ and closes the parts.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import importlib
-import math
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -31,8 +29,8 @@ from thundersync_jax.rollout.chat import Tokenizer, TokenizerError, word_tokeniz
 from thundersync_jax.rollout.rollout import RolloutRunner
 from thundersync_jax.sandbox.base import SandboxPool, SelfTestReport
 from thundersync_jax.sandbox.selection import open_pool
-from thundersync_jax.serving.decode_state import empty_state
 from thundersync_jax.serving.engine import PolicyEngine
+from thundersync_jax.serving.memory import device_bytes
 from thundersync_jax.serving.worker import ServingWorker
 from thundersync_jax.sharding import MeshShape, make_mesh
 from thundersync_jax.trajectory import Task
@@ -98,7 +96,7 @@ async def build(config: RunConfig, workdir: WorkDirectory) -> Runtime:
         mesh=mesh,
         temperature=config.sampling.temperature,
         logprob_chunk=config.model.logprob_chunk,
-        reserved_bytes=_serving_bytes(engine),
+        reserved_bytes=sum(device_bytes(model, config.serving, config.model.max_context).values()),
     )
     return Runtime(
         config=config,
@@ -109,7 +107,7 @@ async def build(config: RunConfig, workdir: WorkDirectory) -> Runtime:
         train_tasks=train_tasks,
         eval_tasks=eval_tasks,
         learner=learner,
-        worker=ServingWorker(engine),
+        worker=ServingWorker(engine, tokenizer.decode),
         sandboxes=sandboxes,
         sandbox_report=sandbox_report,
     )
@@ -153,16 +151,6 @@ def make_learner_mesh(config: RunConfig, model: TransformerConfig) -> Mesh:
     lengths = (*config.learner.buckets, *config.learner.prompt_buckets)
     check_mesh(shape, model, lengths, num_devices=len(devices))
     return make_mesh(shape, devices[: shape.num_devices])
-
-
-def _serving_bytes(engine: PolicyEngine) -> int:
-    """Of the engine's copy of the weights, and of its slots."""
-    sizes = (engine.serving.num_slots, engine.row_length)
-    state = jax.eval_shape(functools.partial(empty_state, engine.config, *sizes))
-    return sum(
-        math.prod(x.shape) * x.dtype.itemsize
-        for x in jax.tree.leaves((engine.weights.abstract, state))
-    )
 
 
 def _tasks(

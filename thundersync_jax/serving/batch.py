@@ -12,6 +12,7 @@ import numpy as np
 from thundersync_jax.model.kv_cache import KVCache
 from thundersync_jax.serving.decode_state import DecodeState, Piece, Sampled
 from thundersync_jax.serving.engine import PolicyEngine
+from thundersync_jax.serving.memory import token_bytes
 
 
 class DecodeBatch:
@@ -20,7 +21,7 @@ class DecodeBatch:
     def __init__(self, engine: PolicyEngine) -> None:
         self._engine = engine
         self._started: DecodeState | None = None
-        self.token_bytes = engine.token_bytes
+        self.token_bytes = token_bytes(engine.config)
 
     def start(self) -> None:
         self._started = self._engine.init_decode_state()

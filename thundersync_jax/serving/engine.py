@@ -17,7 +17,6 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,7 +26,7 @@ import numpy as np
 
 from thundersync_jax.config_serving import ServingSection
 from thundersync_jax.model import transformer
-from thundersync_jax.model.kv_cache import KVCache, init_cache
+from thundersync_jax.model.kv_cache import KVCache
 from thundersync_jax.model.presets import TransformerConfig
 from thundersync_jax.serving import decode_state as programs
 from thundersync_jax.serving.decode_state import (
@@ -39,6 +38,7 @@ from thundersync_jax.serving.decode_state import (
     Sampled,
 )
 from thundersync_jax.serving.jetstream_compat import engine_api, tokenizer_pb2
+from thundersync_jax.serving.memory import check_memory
 from thundersync_jax.serving.sampling import SamplingRows
 from thundersync_jax.serving.weights import WeightStore
 from thundersync_jax.transport.client import ServingError
@@ -65,6 +65,7 @@ class PolicyEngine(engine_api.Engine):
         self.serving = serving
         self.row_length = max_context
         device = jax.devices()[0]
+        check_memory(device, config, serving, max_context)
         self._mesh = jax.sharding.Mesh(np.array([device]), ("data",))
         self.weights = WeightStore(config, device)
         # No piece is longer than a row.
@@ -159,12 +160,6 @@ class PolicyEngine(engine_api.Engine):
     def row_to_host(self, row: KVCache, length: int) -> KVCache:
         """The first `length` entries of a row in numpy; blocks until they are there."""
         return jax.tree.map(lambda x: np.asarray(x)[:, :, :length].copy(), row)
-
-    @property
-    def token_bytes(self) -> int:
-        """Of the keys and values of one token."""
-        row = jax.eval_shape(lambda: init_cache(self.config, 1, 1))
-        return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(row))
 
     # The rest of JetStream's interface.
 

@@ -68,11 +68,6 @@ class RowStore:
         self.max_rows = 0
 
     @property
-    def is_useful(self) -> bool:
-        """Whether it can hold anything."""
-        return self._max_device_rows > 0 or self._max_host_tokens > 0
-
-    @property
     def device_bytes(self) -> int:
         """In use, without a row on its way to or from a slot."""
         return len(self._on_device) * self._row_bytes

@@ -7,8 +7,9 @@ Invariants:
     stored row comes back with its session's next turn, and one that was lost is prefilled again.
   * They are served by (step, group) and then as they arrived: few groups are under way at a time.
     One that has waited for `patience_s` goes before, so that none starves.
-  * A prompt is prefilled once while its row is stored: the first session of a prompt prefills it,
-    and first turns with the same prompt wait for that. Every other one runs its last token alone.
+  * The first session of a prompt prefills it, and is its source until it is closed. First turns
+    with the same prompt wait for that, begin with a copy and run the last token alone. The copy is
+    stored when the second session takes it: a prompt that is not shared costs nothing.
   * The first `num_cached` tokens of a session have valid K/V. An extension is never empty: the last
     token of a context is always run. A row that a closed session left is written again.
 Called by the decode thread of `worker.py` alone, and by tests without a device.
@@ -21,6 +22,7 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 
+from thundersync_jax.model.kv_cache import KVCache
 from thundersync_jax.serving.decode_state import Piece, Sampled
 from thundersync_jax.serving.rows import RowDevice, RowStore
 from thundersync_jax.serving.sessions import Decode, Session, Turn, TurnState, check_request
@@ -28,7 +30,7 @@ from thundersync_jax.trajectory import TrajectoryKey
 from thundersync_jax.transport.client import ServingError
 from thundersync_jax.transport.messages import FinishReason, SampleResult, ServingStatistics
 
-# While turns wait, a generation ends once this share of the slots has: see docs/serving.
+# While turns wait, a generation ends once num_slots / ENDED_SHARE rows have.
 ENDED_SHARE = 8
 
 
@@ -50,6 +52,7 @@ class SlotTable:
         num_slots: int,
         row_length: int,
         vocab_size: int,
+        extend_buckets: Sequence[int],
         parked_bytes: int,
         host_bytes: int,
         patience_s: float,
@@ -59,6 +62,7 @@ class SlotTable:
         self._num_slots = num_slots
         self._row_length = row_length
         self._vocab_size = vocab_size
+        self._buckets = tuple(extend_buckets)
         self._patience_s = patience_s
         self._decode = decode
         self._store = RowStore(
@@ -67,7 +71,7 @@ class SlotTable:
         self._sessions: dict[TrajectoryKey, Session] = {}
         self._free = list(range(num_slots - 1, -1, -1))  # the lowest slot is taken first
         self._idle: dict[int, Session] = {}  # by slot, the one used least recently first
-        self._prefilling: dict[tuple[int, ...], Session] = {}  # by prompt
+        self._sources: dict[tuple[int, ...], Session] = {}  # by prompt
         self._waiting: list[Session] = []  # in order of arrival
         self._extending: list[Session] = []  # in order of their start
         self._generating: list[Session] = []
@@ -93,7 +97,7 @@ class SlotTable:
     @property
     def until_ended(self) -> int:
         """After how many ended rows the next generation should stop."""
-        return max(1, self._num_slots // ENDED_SHARE) if self._waiting else self._num_slots
+        return until_ended(self._num_slots, is_waiting=bool(self._waiting))
 
     @property
     def statistics(self) -> ServingStatistics:
@@ -151,8 +155,10 @@ class SlotTable:
                 if session in sessions:
                     sessions.remove(session)
             turn.move(TurnState.ENDED)
-        if self._prefilling.get(session.prompt_ids) is session:
-            del self._prefilling[session.prompt_ids]
+        if self._sources.get(session.prompt_ids) is session:
+            if any(waiting.prompt_ids == session.prompt_ids for waiting in self._waiting):
+                self._prompt_row(session.prompt_ids)
+            del self._sources[session.prompt_ids]
         if session.slot >= 0:
             self._idle.pop(session.slot, None)
             self._free.append(session.slot)
@@ -180,21 +186,17 @@ class SlotTable:
                     self._begin(session, now_s)
         return finished
 
-    def next_pieces(self, max_pieces: int, buckets: Sequence[int]) -> list[Piece]:
+    def next_pieces(self, max_pieces: int) -> list[Piece]:
         """Pieces for one extension call: the oldest turn's, and those that need no longer bucket.
 
         The caller runs them and then calls `extended`.
         """
         if not self._extending:
             return []
-        missing = [len(s.context_ids) - s.num_cached for s in self._extending]
-        at = bisect.bisect_left(buckets, min(missing[0], buckets[-1]))
-        longest = buckets[at]
-        chosen = [
-            session
-            for session, count in zip(self._extending, missing, strict=True)
-            if min(count, buckets[-1]) <= longest
-        ]
+        limit = self._buckets[-1]
+        counts = [min(len(s.context_ids) - s.num_cached, limit) for s in self._extending]
+        longest = self._buckets[bisect.bisect_left(self._buckets, counts[0])]
+        chosen = [s for s, n in zip(self._extending, counts, strict=True) if n <= longest]
         return [self._piece(session, longest) for session in chosen[:max_pieces]]
 
     def extended(self, pieces: Sequence[Piece]) -> None:
@@ -207,7 +209,6 @@ class SlotTable:
                 self._extending.remove(session)
                 session.running.move(TurnState.GENERATING)
                 self._generating.append(session)
-                self._store_prompt(session)
         self.count(tokens_prefilled=sum(len(piece.token_ids) for piece in pieces))
 
     def record(self, sampled: Sampled, now_s: float) -> list[Finished]:
@@ -250,25 +251,40 @@ class SlotTable:
         self._extending.append(session)
 
     def _waits_for_prompt(self, session: Session) -> bool:
-        return not session.token_ids and session.prompt_ids in self._prefilling
+        source = self._sources.get(session.prompt_ids)
+        return source is not None and not session.token_ids and _is_prefilling(source)
 
     def _give_slot(self, session: Session) -> None:
-        """Takes a slot for the session and puts into it what is stored of its row."""
-        own = self._store.pop(session.key)
+        """Takes a slot for the session and puts into it what there is of its row."""
+        own, prompt_ids = self._store.pop(session.key), session.prompt_ids
+        # Before a slot is vacated: it may be the source's.
+        prompt = self._prompt_row(prompt_ids) if own is None else None
         session.slot = self._free.pop() if self._free else self._vacate()
         if own is not None:
             self._device.put_row(own, session.slot)
             self.count(rows_resumed=1)
-            return
-        session.num_cached = 0
-        prompt_ids = session.prompt_ids
-        prompt = self._store.get(prompt_ids)
-        if prompt is not None:
+        elif prompt is not None:
             self._device.put_row(prompt, session.slot)
             session.num_cached = min(len(prompt_ids), len(session.context_ids) - 1)
             self.count(prompts_shared=1)
-        elif len(prompt_ids) > 1 and not session.token_ids and self._store.is_useful:
-            self._prefilling[prompt_ids] = session
+        else:
+            session.num_cached = 0
+            if len(prompt_ids) > self._buckets[0]:
+                self._sources[prompt_ids] = session
+
+    def _prompt_row(self, prompt_ids: tuple[int, ...]) -> KVCache | None:
+        """A row that begins with the prompt; one of a slot is stored as the prompt's own."""
+        stored = self._store.get(prompt_ids)
+        source = self._sources.get(prompt_ids)
+        if stored is not None or source is None:
+            return stored
+        if source.slot < 0:
+            return self._store.get(source.key)
+        if _is_prefilling(source):
+            return None
+        row = self._device.take_row(source.slot)
+        self._store.put(prompt_ids, len(prompt_ids), lambda: row)
+        return row
 
     def _vacate(self) -> int:
         """Stores the row of the idle slot that was used least recently."""
@@ -278,14 +294,6 @@ class SlotTable:
         take = functools.partial(self._device.take_row, slot)
         self.count(rows_parked=self._store.put(session.key, session.num_cached, take))
         return slot
-
-    def _store_prompt(self, session: Session) -> None:
-        """Keeps the prompt of a session that was the first to prefill it."""
-        prompt_ids = session.prompt_ids
-        if self._prefilling.get(prompt_ids) is session:
-            del self._prefilling[prompt_ids]
-            take = functools.partial(self._device.take_row, session.slot)
-            self._store.put(prompt_ids, len(prompt_ids), take)
 
     def _piece(self, session: Session, longest: int) -> Piece:
         context_ids, begin = session.context_ids, session.num_cached
@@ -318,3 +326,12 @@ class SlotTable:
         turn = session.running
         self.count(turns_ended=1)
         return Finished(turn=turn, result=session.finish(now_s, reason))
+
+
+def _is_prefilling(source: Session) -> bool:
+    return source.num_cached < len(source.prompt_ids)
+
+
+def until_ended(num_slots: int, *, is_waiting: bool) -> int:
+    """How many rows must end for a generation to stop before its last step."""
+    return max(1, num_slots // ENDED_SHARE) if is_waiting else num_slots

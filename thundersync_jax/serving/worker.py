@@ -85,6 +85,7 @@ class ServingWorker:
             num_slots=serving.num_slots,
             row_length=engine.row_length,
             vocab_size=engine.config.vocab_size,
+            extend_buckets=engine.extend_buckets,
             parked_bytes=serving.parked_bytes,
             host_bytes=serving.host_bytes,
             patience_s=PATIENCE * self._timeout_s,
@@ -207,7 +208,7 @@ class ServingWorker:
         """Runs extensions: all until a row generates, and then few, because that row waits."""
         serving, num_calls = self._engine.serving, 0
         while num_calls < serving.extend_calls or not self._table.generating_slots:
-            pieces = self._table.next_pieces(serving.extend_rows, self._engine.extend_buckets)
+            pieces = self._table.next_pieces(serving.extend_rows)
             if not pieces:
                 return
             self._batch.extend(pieces)

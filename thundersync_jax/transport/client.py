@@ -25,11 +25,15 @@ class PolicyClient(Protocol):
     """Samples turns. Implementations are used from one asyncio loop and never block it."""
 
     async def sample(self, request: SampleRequest) -> SampleResult:
-        """Samples one turn; cancelling the call frees the slot. Raises ServingError."""
+        """Samples one turn. Raises ServingError; then, and when it is cancelled, the session may be
+        closed, and a caller that goes on begins it again.
+
+        The first turn leases the weights: all turns until `release` are sampled from one version.
+        """
         ...
 
     async def release(self, session: TrajectoryKey) -> None:
-        """Frees the session's row. Unknown sessions are ignored: a trajectory may fail before its
+        """Frees what the session holds, and its lease. Unknown sessions are ignored: a trajectory may fail before its
         first turn.
         """
         ...
