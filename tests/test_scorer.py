@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from model_reference import random_params
-from serving_cases import CONFIG, ROW_LENGTH, SERVING, key, policy
+from serving_cases import CONFIG, ROW_LENGTH, SERVING, key, policy, run
 
 from thundersync_jax.learner.compilation import CompileCounter
 from thundersync_jax.model import transformer
@@ -27,7 +28,7 @@ FLOAT64 = dataclasses.replace(CONFIG, dtype="float64", param_dtype="float64")
 
 
 def make(config: TransformerConfig = CONFIG, **options: float) -> Scorer:
-    """Five pieces of the vocabulary of 13, so that its sum is joined from three."""
+    """The sum over the vocabulary of 13 is joined from three pieces."""
     return Scorer(config, SERVING, ROW_LENGTH, **{"logprob_chunk": 5} | options)
 
 
@@ -46,14 +47,6 @@ def float64() -> Iterator[None]:
     jax.config.update("jax_enable_x64", True)
     yield
     jax.config.update("jax_enable_x64", False)
-
-
-def run(coroutine: Awaitable[None]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(60):
-            await coroutine
-
-    asyncio.run(bounded())
 
 
 def tokens(seed: int, length: int) -> tuple[int, ...]:
@@ -309,7 +302,7 @@ class StubbornScorer(Scorer):
 
 
 def test_a_deadline_names_the_session_and_what_it_waited_for() -> None:
-    scorer = StubbornScorer(0.5)
+    scorer = StubbornScorer(1.5)
     scorer.start()
     scorer.publish(policy(), 0)
 
@@ -317,12 +310,18 @@ def test_a_deadline_names_the_session_and_what_it_waited_for() -> None:
         answers = await asyncio.gather(
             *(ask(scorer, i, tokens(i, 12)) for i in range(2)), return_exceptions=True
         )
-        assert "index 0: not scored within 0.5 s" in str(answers[0])
+        assert "index 0: not scored within 1.5 s" in str(answers[0])
         assert "running its tokens" in str(answers[0])
         assert "index 1: not scored" in str(answers[1])
         assert "waiting for a row" in str(answers[1])
         scorer.go.set()
-        check(await ask(scorer, 2, tokens(2, 12)), full_forward(CONFIG, policy(), tokens(2, 12)))
+        check(await eventually(), full_forward(CONFIG, policy(), tokens(2, 12)))
+
+    async def eventually() -> ScoreResult:
+        """On a busy machine the short deadline may pass again."""
+        while True:
+            with contextlib.suppress(ServingError):
+                return await ask(scorer, 2, tokens(2, 12))
 
     run(main())
     scorer.close()

@@ -45,11 +45,11 @@ def check(found: dict[str, Any], model: str, num_slots: int, tokens_per_call: in
     """Of a device's memory and of what it sends, on a mesh of `tensor` alone."""
     config = preset(model)
     for name, report in found["programs"].items():
-        assert report["alias_bytes"] >= report["cache_bytes"], name
+        assert report["alias_bytes"] >= report["in_place_bytes"], name
         assert report["cache_copies"] == 0, name
         assert not report["has_logits"] and not report["has_whole_cache"], name
         assert found["resident_bytes"] + report["extra_bytes"] < V5E_BYTES, name
-        assert report["temp_bytes"] < report["cache_bytes"] / 4, name
+        assert report["temp_bytes"] < found["resident_bytes"] / 4, name
         assert report["collectives"]["data"][0] == report["collectives"]["fsdp"][0] == 0, name
         # The residual stream of the call's tokens, in bfloat16.
         tokens = num_slots if name == "generate" else tokens_per_call
@@ -72,10 +72,12 @@ def test_the_programs_compile_for_a_tpu_host():
 @pytest.mark.slow
 @pytest.mark.timeout(1100)
 def test_an_8b_model_serves_64_long_rows_on_16_gb_chips():
-    """qwen3_8b on v5e:2x4: 64 rows of 8,192 tokens, 8 x 512 tokens an extension or a scoring."""
-    found = compiled("qwen3_8b", "64", "8192", "8", "512", "v5e:2x4")
-    assert found["programs"]["generate"]["cache_bytes"] == 36 * 64 * 8192 * 2 * 128 * 2
-    check(found, "qwen3_8b", 64, 4096)
+    """qwen3_8b on v5e:2x4: 64 rows of 8,192 tokens, 12 x 512 tokens an extension or a
+    scoring.
+    """
+    found = compiled("qwen3_8b", "64", "8192", "12", "512", "v5e:2x4")
+    assert found["programs"]["generate"]["in_place_bytes"] == 36 * 64 * 8192 * 2 * 128 * 2
+    check(found, "qwen3_8b", 64, 6144)
 
 
 def test_devices_that_do_not_divide_the_model_are_refused_with_numbers_that_do():

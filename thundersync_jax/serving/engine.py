@@ -23,6 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from thundersync_jax.config_serving import ServingSection
 from thundersync_jax.model import transformer
@@ -39,6 +40,7 @@ from thundersync_jax.serving.decode_state import (
 )
 from thundersync_jax.serving.jetstream_compat import engine_api, tokenizer_pb2
 from thundersync_jax.serving.memory import check_memory
+from thundersync_jax.serving.placement import lower_on, place_state, replicate, serving_mesh
 from thundersync_jax.serving.sampling import SamplingRows
 from thundersync_jax.serving.weights import WeightStore
 from thundersync_jax.transport.client import ServingError
@@ -59,15 +61,19 @@ class PolicyEngine(engine_api.Engine):
     """Slots of K/V rows, and the programs that extend, insert and sample them."""
 
     def __init__(
-        self, config: TransformerConfig, serving: ServingSection, max_context: int
+        self,
+        config: TransformerConfig,
+        serving: ServingSection,
+        max_context: int,
+        mesh: Mesh | None = None,
     ) -> None:
+        """`mesh` is one of `placement.serving_mesh`; by default of the first device."""
         self.config = config
         self.serving = serving
         self.row_length = max_context
-        device = jax.devices()[0]
-        check_memory(device, config, serving, max_context)
-        self._mesh = jax.sharding.Mesh(np.array([device]), ("data",))
-        self.weights = WeightStore(config, device)
+        self._mesh = mesh or serving_mesh(config, jax.devices()[:1])
+        check_memory(self._mesh.devices.flat[0], config, serving, max_context)
+        self.weights = WeightStore(config, self._mesh)
         # No piece is longer than a row.
         self.extend_buckets = sorted({min(size, max_context) for size in serving.extend_buckets})
         self._programs: dict[Any, Callable[..., Any]] = {}
@@ -79,7 +85,7 @@ class PolicyEngine(engine_api.Engine):
         """
         missing = {
             name: lower
-            for name, lower in self._lowerings(with_prefill).items()
+            for name, lower in self.lowerings(with_prefill=with_prefill).items()
             if name not in self._programs
         }
         with concurrent.futures.ThreadPoolExecutor() as pool:
@@ -248,42 +254,43 @@ class PolicyEngine(engine_api.Engine):
             raise ServingError(f"program {name} is not compiled: call warm_up() first")
         return self._programs[name]
 
-    def _lowerings(self, with_prefill: bool) -> dict[Any, Callable[[], Any]]:
+    def lowerings(self, *, with_prefill: bool) -> dict[Any, Callable[[], Any]]:
         """Name -> a function that traces the program; tracing happens in the compiling threads."""
         config, row_length, num_slots = self.config, self.row_length, self.serving.num_slots
         new_state = functools.partial(programs.empty_state, config, num_slots, row_length)
         new_prefix = functools.partial(programs.empty_prefix, config, row_length)
-        weights, state, prefix = (
-            self.weights.abstract,
-            jax.eval_shape(new_state),
-            jax.eval_shape(new_prefix),
-        )
-        scalar = jax.ShapeDtypeStruct((), jnp.int32)
-        kept = jax.ShapeDtypeStruct((num_slots,), jnp.bool_)
-        run_extend = jax.jit(functools.partial(programs.extend, config), donate_argnums=1)
-        run_prefill = jax.jit(functools.partial(programs.extend_prefix, config), donate_argnums=1)
-        run_generate = jax.jit(self._generate_columns, donate_argnums=1)
-        run_copy = jax.jit(lambda prefix: jax.tree.map(jnp.copy, prefix))
-        run_insert = jax.jit(programs.insert, donate_argnums=0)
-        run_take = jax.jit(programs.take_row)
-        run_put = jax.jit(programs.put_row, donate_argnums=0)
+        small = functools.partial(replicate, self._mesh)
+        weights = self.weights.abstract
+        state = place_state(self._mesh, jax.eval_shape(new_state))
+        prefix = place_state(self._mesh, jax.eval_shape(new_prefix))
+        scalar = small(jax.ShapeDtypeStruct((), jnp.int32))
+        kept = small(jax.ShapeDtypeStruct((num_slots,), jnp.bool_))
+        width = 2 * COLUMNS_PER_TOKEN * self.serving.steps_per_sync + 1
+        columns = small(jax.ShapeDtypeStruct((num_slots, width), jnp.int32))
+        run_extend = functools.partial(programs.extend, config)
+        run_prefill = functools.partial(programs.extend_prefix, config)
+        arguments = weights, state, scalar, kept, scalar
+        lower = functools.partial(lower_on, self._mesh)
         lowerings: dict[Any, Callable[[], Any]] = {
-            "empty_state": lambda: jax.jit(new_state).lower(),
-            "generate": lambda: run_generate.lower(weights, state, scalar, kept, scalar),
-            "take_row": lambda: run_take.lower(state, scalar),
-            "put_row": lambda: run_put.lower(state, prefix.cache, scalar),
+            "empty_state": lower(new_state, (), state),
+            "generate": lower(self._generate_columns, arguments, (state, columns), donated=1),
+            "take_row": lower(programs.take_row, (state, scalar), prefix.cache),
+            "put_row": lower(programs.put_row, (state, prefix.cache, scalar), state, donated=0),
         }
         for bucket in self.extend_buckets:
-            batch = self._abstract_batch(self.serving.extend_rows, bucket)
-            lowerings["extend", bucket] = functools.partial(run_extend.lower, weights, state, batch)
+            batch = small(self._abstract_batch(self.serving.extend_rows, bucket))
+            lowerings["extend", bucket] = lower(
+                run_extend, (weights, state, batch), state, donated=1
+            )
         if with_prefill:
-            lowerings["empty_prefix"] = lambda: jax.jit(new_prefix).lower()
-            lowerings["copy_prefix"] = lambda: run_copy.lower(prefix)
-            lowerings["insert"] = lambda: run_insert.lower(state, prefix, scalar)
+            copy = functools.partial(jax.tree.map, jnp.copy)
+            lowerings["empty_prefix"] = lower(new_prefix, (), prefix)
+            lowerings["copy_prefix"] = lower(copy, (prefix,), prefix)
+            lowerings["insert"] = lower(programs.insert, (state, prefix, scalar), state, donated=0)
             for bucket in self.extend_buckets:
-                batch = self._abstract_batch(1, bucket)
-                lowerings["prefill", bucket] = functools.partial(
-                    run_prefill.lower, weights, prefix, batch
+                batch = small(self._abstract_batch(1, bucket))
+                lowerings["prefill", bucket] = lower(
+                    run_prefill, (weights, prefix, batch), prefix, donated=1
                 )
         return lowerings
 

@@ -4,13 +4,15 @@ Heads, mlp and vocabulary are split over `tensor`: a device holds its kv heads o
 decode step exchanges activations, never keys or values. The other axes of a serving mesh are 1: a
 row is not cut along its positions, and replicas are engines of their own.
 
-Abstract values only: nothing here allocates. A program is lowered with arguments placed here, its
-results placed the same way, under `jax.set_mesh(mesh)`. Called by whoever compiles such programs.
+Abstract values only: nothing here allocates. Programs are lowered by `lower_on`, with arguments and
+results that are placed here. Called by the engine, the scorer and the weight store.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
@@ -85,6 +87,29 @@ def replicate(mesh: Mesh, values: Any) -> Any:
 
 def shardings(placed: Any) -> Any:
     return jax.tree.map(lambda x: x.sharding, placed)
+
+
+def lower_on(
+    mesh: Mesh,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    results: Any,
+    *,
+    donated: int | None = None,
+) -> Callable[[], jax.stages.Lowered]:
+    """A function that traces the program of placed arguments and results; `donated` is an index."""
+    jitted = jax.jit(
+        function,
+        donate_argnums=() if donated is None else donated,
+        out_shardings=shardings(results),
+    )
+
+    def lower() -> jax.stages.Lowered:
+        # One device needs no collectives and no constraints: its program names no mesh.
+        with jax.set_mesh(mesh) if mesh.size > 1 else contextlib.nullcontext():
+            return jitted.lower(*arguments)
+
+    return lower
 
 
 def _struct(mesh: Mesh, like: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:

@@ -29,6 +29,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from thundersync_jax.config_serving import ServingSection
 from thundersync_jax.losses.logprobs import token_logprobs
@@ -36,6 +37,7 @@ from thundersync_jax.model import transformer
 from thundersync_jax.model.kv_cache import KVCache, init_cache
 from thundersync_jax.model.presets import TransformerConfig
 from thundersync_jax.serving.command_thread import CommandThread, settle
+from thundersync_jax.serving.placement import lower_on, place_cache, replicate, serving_mesh
 from thundersync_jax.serving.score_table import ScorePiece, ScoreTable, Scoring
 from thundersync_jax.serving.weights import WeightStore
 from thundersync_jax.trajectory import TrajectoryKey
@@ -117,12 +119,14 @@ class Scorer:
         *,
         temperature: float = 1.0,
         logprob_chunk: int = 16384,
+        mesh: Mesh | None = None,
     ) -> None:
         """Args:
         section: num_slots rows; extend_rows and extend_buckets shape the programs.
         max_context: tokens of the longest context.
         temperature: of the distribution that is asked for, above 0.
         logprob_chunk: vocabulary entries whose logits exist at one time.
+        mesh: one of `placement.serving_mesh`; by default of the first device.
         """
         if not temperature > 0:
             raise ServingError(f"a scorer of temperature {temperature}: expected above 0")
@@ -131,7 +135,8 @@ class Scorer:
         self._row_length = max_context
         self._buckets = sorted({min(size, max_context) for size in section.extend_buckets})
         self._score = functools.partial(score_pieces, config, temperature, logprob_chunk)
-        self._weights = WeightStore(config, jax.devices()[0])
+        self._mesh = mesh or serving_mesh(config, jax.devices()[:1])
+        self._weights = WeightStore(config, self._mesh)
         self._programs: dict[int, Callable[..., tuple[KVCache, jax.Array]]] = {}
         self._empty_cache: Callable[[], KVCache] | None = None
         self._table = ScoreTable(
@@ -149,16 +154,26 @@ class Scorer:
         """Compiles every program; `start` does it otherwise."""
         if self._empty_cache is not None:
             return
-        make = functools.partial(
-            init_cache, self._config, self._section.num_slots, self._row_length
-        )
-        score = jax.jit(self._score, donate_argnums=1)
         for bucket in self._buckets:
-            batch = _pack([], self._section.extend_rows, bucket, unused_row=0)
-            lowered = score.lower(self._weights.abstract, jax.eval_shape(make), batch)
-            self._programs[bucket] = lowered.compile()
+            self._programs[bucket] = self.lowering(bucket)().compile()
         self._weights.compile()
-        self._empty_cache = jax.jit(make).lower().compile()
+        make, rows = self._make_rows, self._rows()
+        self._empty_cache = lower_on(self._mesh, make, (), rows)().compile()
+
+    def lowering(self, bucket: int) -> Callable[[], jax.stages.Lowered]:
+        """Traces the program that scores pieces of up to `bucket` tokens."""
+        rows, weights = self._rows(), self._weights.abstract
+        batch = replicate(self._mesh, _pack([], self._section.extend_rows, bucket, unused_row=0))
+        logprobs = replicate(self._mesh, jax.eval_shape(self._score, weights, rows, batch)[1])
+        arguments, results = (weights, rows, batch), (rows, logprobs)
+        return lower_on(self._mesh, self._score, arguments, results, donated=1)
+
+    def _make_rows(self) -> KVCache:
+        return init_cache(self._config, self._section.num_slots, self._row_length)
+
+    def _rows(self) -> KVCache:
+        """Their abstract value."""
+        return place_cache(self._mesh, jax.eval_shape(self._make_rows))
 
     def start(self) -> None:
         self.warm_up()

@@ -11,9 +11,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from thundersync_jax.model import transformer
 from thundersync_jax.model.presets import TransformerConfig
+from thundersync_jax.serving.placement import place_weights, shardings
 from thundersync_jax.transport.client import ServingError
 
 
@@ -28,20 +30,16 @@ class Weights:
 class WeightStore:
     """Holds one version. Only the owner of the decode state calls `publish` and `current`."""
 
-    def __init__(self, config: TransformerConfig, device: jax.Device) -> None:
+    def __init__(self, config: TransformerConfig, mesh: Mesh) -> None:
         self._dtype = jnp.dtype(config.dtype)
         self._dtypes = {self._dtype, jnp.dtype(config.param_dtype)}
-        self._weights = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, self._dtype),
-            transformer.abstract_params(config),
-        )
-        self._device = device
+        self._weights = place_weights(mesh, config)
         self._copy: Any = None
         self._current: Weights | None = None
 
     @property
     def abstract(self) -> transformer.Params:
-        """Shape and dtype of the engine's copy."""
+        """Shape, dtype and place of the engine's copy."""
         return self._weights
 
     def compile(self) -> None:
@@ -50,7 +48,9 @@ class WeightStore:
         def copy(params: transformer.Params) -> transformer.Params:
             return jax.tree.map(lambda x: jnp.array(x, copy=True), params)
 
-        self._copy = jax.jit(copy).lower(self._weights).compile()
+        self._copy = (
+            jax.jit(copy, out_shardings=shardings(self._weights)).lower(self._weights).compile()
+        )
 
     def publish(self, params: transformer.Params, version: int) -> None:
         """Copies `params`; they may be donated or changed as soon as this returns.
@@ -60,7 +60,7 @@ class WeightStore:
         """
         self._check(params)
         self._current = None  # frees the previous version before the copy is made
-        on_device = jax.device_put(params, self._device)
+        on_device = jax.device_put(params, shardings(self._weights))
         if any(x.dtype != self._dtype for x in jax.tree.leaves(on_device)):
             on_device = jax.tree.map(lambda x: x.astype(self._dtype), on_device)
         self._current = Weights(
