@@ -21,6 +21,7 @@ from collections.abc import AsyncIterator, Callable
 
 from thundersync_jax.config import RunConfig
 from thundersync_jax.coordinator.coordinator import Coordinator
+from thundersync_jax.coordinator.decode_priority import DecodePriority
 from thundersync_jax.coordinator.journal import Journal
 from thundersync_jax.coordinator.step_run import StepResult
 from thundersync_jax.runtime import Runtime, build
@@ -125,6 +126,10 @@ class TimedSteps:
                 publish=publish,
                 commit=lambda records: write_step(runtime.workdir.trajectories, step, records),
                 journal=journal,
+                priority=DecodePriority(
+                    lambda: runtime.worker.num_decoding,
+                    runtime.config.colocated.max_decode_stall_s,
+                ),
                 policy_version=runtime.learner.state.policy_version,
             )
             coordinator.start()

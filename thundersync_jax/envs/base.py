@@ -87,8 +87,11 @@ class EnvironmentSuite(Protocol):
       solved_reward: a reward of at least this counts as solved in the metrics.
     """
 
-    vocabulary: tuple[str, ...]
-    solved_reward: float
+    @property
+    def vocabulary(self) -> tuple[str, ...]: ...
+
+    @property
+    def solved_reward(self) -> float: ...
 
     def tasks(self, split: str) -> Sequence[Task]:
         """The suite's own tasks of "train" or "test"; used when `data.builder` is ""."""

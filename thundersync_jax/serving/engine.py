@@ -72,7 +72,7 @@ class PolicyEngine(engine_api.Engine):
         self.serving = serving
         self.row_length = max_context
         self._mesh = mesh or serving_mesh(config, jax.devices()[:1])
-        check_memory(self._mesh.devices.flat[0], config, serving, max_context)
+        check_memory(list(self._mesh.devices.flat), config, serving, max_context)
         self.weights = WeightStore(config, self._mesh)
         # No piece is longer than a row.
         self.extend_buckets = sorted({min(size, max_context) for size in serving.extend_buckets})

@@ -69,8 +69,8 @@ class DrivenEngine(PolicyEngine):
     def build_tokenizer(self, metadata: Any) -> TokenIds:
         return TokenIds()
 
-    def generate(self, params: Any, decode_state: Any) -> tuple[Any, Any]:
-        answer = super().generate(params, decode_state)
+    def generate(self, params: Any, decode_state: Any, **limits: Any) -> tuple[Any, Any]:
+        answer = super().generate(params, decode_state, **limits)
         if self.after_generate is not None:
             self.after_generate()
         return answer

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -37,11 +38,14 @@ def device_bytes(
 
 
 def check_memory(
-    device: jax.Device, config: TransformerConfig, serving: ServingSection, row_length: int
+    devices: Sequence[jax.Device], config: TransformerConfig, serving: ServingSection, row_length: int
 ) -> None:
     """Raises ConfigError for slots that cannot fit, with the number that would."""
+    device = devices[0]
     limit = (device.memory_stats() or {}).get("bytes_limit")
-    if limit is None and device.platform == "cpu":
+    if limit is not None:
+        limit *= len(devices)
+    elif device.platform == "cpu":
         limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if limit is None:  # a device that does not say
         return
@@ -52,7 +56,7 @@ def check_memory(
         "serving.num_slots",
         serving.num_slots,
         f"at most {room * serving.num_slots // parts['slots']} slots of model.max_context = "
-        f"{row_length} tokens on a device of {limit:,} bytes",
+        f"{row_length} tokens in {limit:,} bytes",
         f"Kept there: {', '.join(f'{name} {size:,}' for name, size in parts.items())}. Take fewer "
         "slots, or less for serving.parked_bytes.",
     )

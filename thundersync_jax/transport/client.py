@@ -33,8 +33,8 @@ class PolicyClient(Protocol):
         ...
 
     async def release(self, session: TrajectoryKey) -> None:
-        """Frees what the session holds, and its lease. Unknown sessions are ignored: a trajectory may fail before its
-        first turn.
+        """Frees what the session holds, and its lease. Unknown sessions are ignored: a trajectory
+        may fail before its first turn.
         """
         ...
 
