@@ -124,9 +124,7 @@ def test_a_rollout_cancelled_anywhere_leaves_no_process_no_row_and_no_slot(backe
                 assert not is_running(mark), f"cancelled at await {num_awaits}"
                 assert sandboxes.owners == ()
                 worker.publish(sc.policy(), 7)  # refused while a session is open
-                assert outcome == Verdict(reward=1.0) or isinstance(
-                    outcome, asyncio.CancelledError
-                )
+                assert outcome == Verdict(reward=1.0) or isinstance(outcome, asyncio.CancelledError)
             assert outcome == Verdict(reward=1.0) and contents and num_awaits > 20
 
     worker = ServingWorker(sc.warm_engine())

@@ -12,9 +12,9 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from cancellation import cancelled_at_every_await
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from cancellation import cancelled_at_every_await
 from sandbox_cases import begins, ends, fresh_mark, is_running, pool, require
 
 from thundersync_jax.sandbox.base import CommandResult, SandboxError, SandboxPool
