@@ -20,11 +20,10 @@ LAYERS = {
     1: {"sharding", "hlo", "topology", "model", "losses", "transport"},
     2: {
         "learner", "serving", "coordinator", "rollout", "envs", "sandbox", "cluster", "viewing",
-        "benchmarks",
     },
 }  # fmt: skip
 LAYER = {part: layer for layer, parts in LAYERS.items() for part in parts}
-MAINS = 3
+MAINS = 3  # also the benchmarks: each puts parts together
 
 # Between folders of one layer: protocols, and environments that run tools.
 ALLOWED = {

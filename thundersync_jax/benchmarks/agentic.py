@@ -83,6 +83,11 @@ def num_parameters(config: RunConfig) -> int:
 
 
 def _train(workdir: Path, mode: str) -> None:
+    """A run of `train`; all of one parent directory share their compiled programs."""
+    shared = workdir.parent / "compile_cache"
+    shared.mkdir(exist_ok=True)
+    workdir.mkdir()
+    (workdir / "compile_cache").symlink_to(shared)
     command = [
         *(sys.executable, "-m", "thundersync_jax.train", f"--config={CONFIG}"),
         *(f"--workdir={workdir}", f"--config.run.mode={mode}", "--config.run.progress=none"),

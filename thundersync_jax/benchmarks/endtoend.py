@@ -48,10 +48,11 @@ from thundersync_jax.benchmarks.arrivals import rel_l2
 from thundersync_jax.benchmarks.report import Report
 from thundersync_jax.benchmarks.timed_steps import TimedStep, TimedSteps, children_cpu_s, started
 from thundersync_jax.config import RunConfig, default_config, resolve
-from thundersync_jax.envs.paced_tool import PacedToolSuite, paced_tool
+from thundersync_jax.envs.paced_tool import paced_tool
 from thundersync_jax.learner.compilation import configure
 from thundersync_jax.learner.learner import Learner
 from thundersync_jax.learner.streaming import Params
+from thundersync_jax.runtime import load_suite
 from thundersync_jax.trajectory import TrajectoryKey, TrajectoryRecord
 from thundersync_jax.trajectory_log import read_step
 from thundersync_jax.workdir import WorkDirectory
@@ -165,16 +166,15 @@ async def paired(steps: TimedSteps, num_paired: int) -> list[Pair]:
 
 def with_waits(steps: TimedSteps, tool_delay_s: float) -> TimedSteps:
     """The same parts with tools of that mean wait."""
-    return TimedSteps(dataclasses.replace(steps.runtime, suite=suite_of(tool_delay_s)))
-
-
-def suite_of(tool_delay_s: float) -> PacedToolSuite:
-    return paced_tool(**{**config().env.options, "tool_delay_s": tool_delay_s})
+    env = steps.runtime.config.env
+    options = {**env.options, "tool_delay_s": tool_delay_s}
+    suite = load_suite(dataclasses.replace(env, options=options))
+    return TimedSteps(dataclasses.replace(steps.runtime, suite=suite))
 
 
 def longest_path(num_paired: int) -> float:
     """The longest tool path of a measured step in mean waits; the median over steps."""
-    suite = suite_of(1.0)
+    suite = paced_tool(**{**config().env.options, "tool_delay_s": 1.0})
     return statistics.median(
         max(
             suite.tool_path_s(TrajectoryKey(step=step, group=group, index=index))

@@ -38,7 +38,10 @@ def device_bytes(
 
 
 def check_memory(
-    devices: Sequence[jax.Device], config: TransformerConfig, serving: ServingSection, row_length: int
+    devices: Sequence[jax.Device],
+    config: TransformerConfig,
+    serving: ServingSection,
+    row_length: int,
 ) -> None:
     """Raises ConfigError for slots that cannot fit, with the number that would."""
     device = devices[0]
