@@ -56,6 +56,7 @@ def decode_request(header: str, max_tokens: int, token_ids: Sequence[int]) -> Sa
         step, group, index = (_exactly(int, part) for part in values["session"])
         sampling = dict(values["sampling"])
         stop_ids = frozenset(_exactly(int, stop_id) for stop_id in sampling.pop("stop_ids"))
+        stop_strings = tuple(_exactly(str, stop) for stop in sampling.pop("stop_strings"))
         for name in ("top_k", "seed"):
             _exactly(int, sampling[name])
         for name in ("temperature", "top_p"):
@@ -63,7 +64,9 @@ def decode_request(header: str, max_tokens: int, token_ids: Sequence[int]) -> Sa
         return SampleRequest(
             session=TrajectoryKey(step=step, group=group, index=index),
             context_ids=tuple(token_ids),
-            sampling=SamplingParams(**sampling, stop_ids=stop_ids, max_tokens=max_tokens),
+            sampling=SamplingParams(
+                **sampling, stop_ids=stop_ids, stop_strings=stop_strings, max_tokens=max_tokens
+            ),
         )
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ServingError(
@@ -104,6 +107,11 @@ def check_request(request: SampleRequest, *, row_length: int, vocab_size: int) -
         raise ServingError(
             f"{request.session}: token ids from {min(asked)} to {max(asked)} are outside the "
             f"vocabulary of {vocab_size}"
+        )
+    if sampling.stop_strings:
+        raise ServingError(
+            f"{request.session}: stop_strings = {sampling.stop_strings!r} need text, and this "
+            "server has ids only: ask for stop_ids"
         )
     is_possible = (
         1 <= sampling.max_tokens <= _INT32_MAX
