@@ -87,7 +87,7 @@ def workload(prompt_tokens: int, size: int = GROUP_SIZE, own_tokens: int = OWN_T
     return Workload(
         prompt=tuple(rng.integers(0, 512, prompt_tokens).tolist()),
         trajectories=tuple(trajectory() for _ in range(size)),
-        rewards=tuple(float(i % 2) for i in range(size)),  # a verifier says yes or no
+        rewards=tuple(rng.normal(size=size).tolist()),  # all differ: the most folds
     )
 
 
