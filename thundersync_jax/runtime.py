@@ -7,6 +7,7 @@ and closes the parts.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import functools
 import importlib
@@ -23,6 +24,7 @@ from thundersync_jax.config_sections import EnvSection, SamplingSection
 from thundersync_jax.envs.base import EnvironmentSuite
 from thundersync_jax.envs.data import load_tasks
 from thundersync_jax.errors import ConfigError, check
+from thundersync_jax.learner.compilation import compile_apart
 from thundersync_jax.learner.learner import Learner
 from thundersync_jax.model.presets import TransformerConfig, preset
 from thundersync_jax.model.sharded import check_mesh, init_on_mesh
@@ -89,17 +91,8 @@ async def build(config: RunConfig, workdir: WorkDirectory) -> Runtime:
     for task in (*train_tasks, *eval_tasks):
         _check_prompt(task.task_id, suite.prompt(task), tokenizer, config.model.max_context)
     sandboxes, sandbox_report = await open_pool(config.sandbox)
-    engine = PolicyEngine(model, config.serving, config.model.max_context)
-    learner = Learner(
-        config.learner,
-        config.optimizer,
-        model,
-        init_on_mesh(model, config.run.seed, mesh),
-        mesh=mesh,
-        temperature=config.sampling.temperature,
-        logprob_chunk=config.model.logprob_chunk,
-        reserved_bytes=_serving_bytes(engine),
-    )
+    await asyncio.to_thread(compile_apart, warm_up, config, model)
+    engine, learner = _make_programs(config, model, mesh)
     return Runtime(
         config=config,
         workdir=workdir,
@@ -113,6 +106,13 @@ async def build(config: RunConfig, workdir: WorkDirectory) -> Runtime:
         sandboxes=sandboxes,
         sandbox_report=sandbox_report,
     )
+
+
+def warm_up(config: RunConfig, model: TransformerConfig) -> None:
+    """Compiles the programs of a run, and nothing else of it."""
+    engine, learner = _make_programs(config, model, make_learner_mesh(config, model))
+    learner.warm_up()
+    engine.warm_up()
 
 
 def load_suite(env: EnvSection) -> EnvironmentSuite:
@@ -153,6 +153,23 @@ def make_learner_mesh(config: RunConfig, model: TransformerConfig) -> Mesh:
     lengths = (*config.learner.buckets, *config.learner.prompt_buckets)
     check_mesh(shape, model, lengths, num_devices=len(devices))
     return make_mesh(shape, devices[: shape.num_devices])
+
+
+def _make_programs(
+    config: RunConfig, model: TransformerConfig, mesh: Mesh
+) -> tuple[PolicyEngine, Learner]:
+    engine = PolicyEngine(model, config.serving, config.model.max_context)
+    learner = Learner(
+        config.learner,
+        config.optimizer,
+        model,
+        init_on_mesh(model, config.run.seed, mesh),
+        mesh=mesh,
+        temperature=config.sampling.temperature,
+        logprob_chunk=config.model.logprob_chunk,
+        reserved_bytes=_serving_bytes(engine),
+    )
+    return engine, learner
 
 
 def _serving_bytes(engine: PolicyEngine) -> int:
