@@ -167,7 +167,8 @@ class LearnerSection:
             and list(self.buckets) == sorted(set(self.buckets))
             and self.buckets[0] >= 2
         )
-        check(is_ladder, "learner.buckets", self.buckets, "ascending lengths of at least 2")
+        expected = "ascending lengths of at least 2"
+        check(is_ladder, "learner.buckets", self.buckets, expected, "For instance (16, 32, 64).")
         check_choice("learner.pool_memory", self.pool_memory, ("device", "pinned_host"))
         for key in ("held_gradients", "pack_tokens"):
             check(getattr(self, key) >= 0, f"learner.{key}", getattr(self, key), "0 or more")
@@ -189,21 +190,25 @@ class LearnerSection:
         )
         check(
             list(self.prompt_buckets) == sorted(set(self.prompt_buckets))
-            and min(self.prompt_buckets, default=1) >= 1,
+            and min(self.prompt_buckets, default=1) >= 1
+            and max(self.prompt_buckets, default=1) <= self.buckets[-1],
             "learner.prompt_buckets",
             self.prompt_buckets,
-            "ascending lengths of at least 1",
+            f"ascending lengths from 1 to that of the longest bucket, {self.buckets[-1]}",
+        )
+        longest = max(self.prompt_buckets, default=self.min_shared_tokens)
+        check(
+            self.min_shared_tokens <= longest,
+            "learner.min_shared_tokens",
+            self.min_shared_tokens,
+            f"at most the longest of learner.prompt_buckets, {longest}: no prompt is shared else",
         )
         check_choice("learner.normalizer", self.normalizer, ("token_mean", "trajectory_mean"))
         check_choice("learner.advantage", self.advantage, ("grpo", "dr_grpo"))
         is_cap = math.isfinite(self.tis_cap) and self.tis_cap >= 0
         check(is_cap, "learner.tis_cap", self.tis_cap, "a finite number, at least 0")
-        check(
-            self.max_logprob_gap > 0,
-            "learner.max_logprob_gap",
-            self.max_logprob_gap,
-            "a positive number of nats",
-        )
+        expected = "a positive number of nats"
+        check(self.max_logprob_gap > 0, "learner.max_logprob_gap", self.max_logprob_gap, expected)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -321,12 +326,8 @@ class EnvSection:
 
     def __post_init__(self) -> None:
         module, _, function = self.factory.partition(":")
-        check(
-            bool(module) and bool(function),
-            "env.factory",
-            self.factory,
-            "'package.module:function'",
-        )
+        is_name = bool(module) and bool(function)
+        check(is_name, "env.factory", self.factory, "'package.module:function'")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import importlib
 import math
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -31,7 +32,7 @@ from thundersync_jax.model.sharded import check_mesh, init_on_mesh
 from thundersync_jax.rollout.agent import derive_seed
 from thundersync_jax.rollout.chat import Tokenizer, TokenizerError, word_tokenizer
 from thundersync_jax.rollout.rollout import RolloutRunner
-from thundersync_jax.sandbox.base import SandboxPool, SelfTestReport
+from thundersync_jax.sandbox.base import SandboxPool
 from thundersync_jax.sandbox.selection import open_pool
 from thundersync_jax.serving.decode_state import empty_state
 from thundersync_jax.serving.engine import PolicyEngine
@@ -57,7 +58,7 @@ class Runtime:
     learner: Learner
     worker: ServingWorker
     sandboxes: SandboxPool
-    sandbox_report: SelfTestReport
+    began_s: float  # on time.monotonic's clock
 
     def prompt_ids(self, task: Task) -> tuple[int, ...]:
         return self.tokenizer.encode(self.suite.prompt(task))
@@ -76,8 +77,11 @@ class Runtime:
         )
 
 
-async def build(config: RunConfig, workdir: WorkDirectory) -> Runtime:
+async def build(
+    config: RunConfig, workdir: WorkDirectory, announce: Callable[[str], None]
+) -> Runtime:
     """Makes every part; raises ConfigError and the parts' own errors for what cannot work."""
+    began_s = time.monotonic()
     suite = load_suite(config.env)
     tokenizer = word_tokenizer(suite.vocabulary)
     model = make_model(config, tokenizer)
@@ -91,6 +95,9 @@ async def build(config: RunConfig, workdir: WorkDirectory) -> Runtime:
     for task in (*train_tasks, *eval_tasks):
         _check_prompt(task.task_id, suite.prompt(task), tokenizer, config.model.max_context)
     sandboxes, sandbox_report = await open_pool(config.sandbox)
+    lacks = f", which does not enforce {', '.join(sandbox_report.unenforced)}"
+    announce(f"tools run in {sandbox_report.backend}{lacks if sandbox_report.unenforced else ''}")
+    announce("compiling; the work directory keeps the programs")
     await asyncio.to_thread(compile_apart, warm_up, config, model)
     engine, learner = _make_programs(config, model, mesh)
     return Runtime(
@@ -104,7 +111,7 @@ async def build(config: RunConfig, workdir: WorkDirectory) -> Runtime:
         learner=learner,
         worker=ServingWorker(engine),
         sandboxes=sandboxes,
-        sandbox_report=sandbox_report,
+        began_s=began_s,
     )
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
@@ -28,9 +29,10 @@ def configure(cache: Path, *, is_float64: bool = False) -> None:
     enable_persistent_cache(cache)
 
 
-def enable_persistent_cache(directory: Path) -> None:
-    """Keeps compiled programs in `directory`, so that a resumed run loads them."""
-    jax.config.update("jax_compilation_cache_dir", str(directory))
+def enable_persistent_cache(directory: Path | None) -> None:
+    """Keeps compiled programs in `directory`, so that a resumed run loads them; None: nowhere."""
+    compilation_cache.reset_cache()  # JAX takes the directory that it first met otherwise
+    jax.config.update("jax_compilation_cache_dir", None if directory is None else str(directory))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
@@ -44,7 +46,7 @@ def temporary_cache() -> Iterator[None]:
         try:
             yield
         finally:
-            jax.config.update("jax_compilation_cache_dir", before)
+            enable_persistent_cache(None if before is None else Path(before))
 
 
 def compile_apart(warm_up: Callable[..., object], *args: Any) -> None:

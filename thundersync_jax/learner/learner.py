@@ -291,7 +291,7 @@ class Learner:
             outside = ids[(ids < 0) | (ids >= self._vocab_size)]
             raise LearnerError(
                 f"{name}: token ids {outside[:4].tolist()} are outside the vocabulary of "
-                f"{self._vocab_size}"
+                f"{self._vocab_size}: the tokenizer's must not exceed the model's"
             )
 
     def _find(self, group_id: int, index: int) -> tuple[Group, Member]:
@@ -366,6 +366,7 @@ class Learner:
             raise OpenGroupsError(
                 f"the update needs a verdict for every trajectory, {len(unfinished)} are missing: "
                 + "; ".join(unfinished[:8])
+                + ". Give each a set_reward or a set_failed, or drop the step with abandon()"
             )
         self._statistics.check_finite()
 
