@@ -162,6 +162,20 @@ class LearnerSection:
         is_number = self.prompt_slots >= 1 or self.prompt_slots == -1
         expected = "at least 1, or -1 for as many as fit"
         check(is_number, "learner.prompt_slots", self.prompt_slots, expected)
+        check_choice("learner.pool_memory", self.pool_memory, ("device", "pinned_host"))
+        for key in ("held_gradients", "pack_tokens"):
+            check(getattr(self, key) >= 0, f"learner.{key}", getattr(self, key), "0 or more")
+        for key in ("pairs_per_call", "min_shared_tokens"):
+            check(getattr(self, key) >= 1, f"learner.{key}", getattr(self, key), "at least 1")
+        check_choice("learner.normalizer", self.normalizer, ("token_mean", "trajectory_mean"))
+        check_choice("learner.advantage", self.advantage, ("grpo", "dr_grpo"))
+        is_cap = math.isfinite(self.tis_cap) and self.tis_cap >= 0
+        check(is_cap, "learner.tis_cap", self.tis_cap, "a finite number, at least 0")
+        expected = "a positive number of nats"
+        check(self.max_logprob_gap > 0, "learner.max_logprob_gap", self.max_logprob_gap, expected)
+        self._check_lengths()
+
+    def _check_lengths(self) -> None:
         is_ladder = (
             bool(self.buckets)
             and list(self.buckets) == sorted(set(self.buckets))
@@ -169,11 +183,6 @@ class LearnerSection:
         )
         expected = "ascending lengths of at least 2"
         check(is_ladder, "learner.buckets", self.buckets, expected, "For instance (16, 32, 64).")
-        check_choice("learner.pool_memory", self.pool_memory, ("device", "pinned_host"))
-        for key in ("held_gradients", "pack_tokens"):
-            check(getattr(self, key) >= 0, f"learner.{key}", getattr(self, key), "0 or more")
-        for key in ("pairs_per_call", "min_shared_tokens"):
-            check(getattr(self, key) >= 1, f"learner.{key}", getattr(self, key), "at least 1")
         check(
             self.pack_tokens == 0 or self.pack_tokens >= self.buckets[0],
             "learner.pack_tokens",
@@ -203,12 +212,6 @@ class LearnerSection:
             self.min_shared_tokens,
             f"at most the longest of learner.prompt_buckets, {longest}: no prompt is shared else",
         )
-        check_choice("learner.normalizer", self.normalizer, ("token_mean", "trajectory_mean"))
-        check_choice("learner.advantage", self.advantage, ("grpo", "dr_grpo"))
-        is_cap = math.isfinite(self.tis_cap) and self.tis_cap >= 0
-        check(is_cap, "learner.tis_cap", self.tis_cap, "a finite number, at least 0")
-        expected = "a positive number of nats"
-        check(self.max_logprob_gap > 0, "learner.max_logprob_gap", self.max_logprob_gap, expected)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -231,12 +234,8 @@ class OptimizerSection:
         check(self.clip_norm > 0, "optimizer.clip_norm", self.clip_norm, "a positive number")
         check(self.warmup_steps >= 0, "optimizer.warmup_steps", self.warmup_steps, "0 or more")
         needs_decay = self.schedule == "cosine" and self.decay_steps <= self.warmup_steps
-        check(
-            not needs_decay,
-            "optimizer.decay_steps",
-            self.decay_steps,
-            "more than optimizer.warmup_steps",
-        )
+        expected = "more than optimizer.warmup_steps"
+        check(not needs_decay, "optimizer.decay_steps", self.decay_steps, expected)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
