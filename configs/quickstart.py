@@ -13,7 +13,7 @@ from thundersync_jax.config import default_config
 
 def get_config() -> ConfigDict:
     config = default_config()
-    config.run.num_steps = 350
+    config.run.num_steps = 420
     config.run.groups_per_step = 8
     config.run.group_size = 8
 

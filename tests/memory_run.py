@@ -27,6 +27,7 @@ CONFIG = LearnerSection(
     held_gradients=1,
     prompt_buckets=(8,),
     prompt_slots=4,
+    min_shared_tokens=2,
     max_logprob_gap=1e9,
 )
 

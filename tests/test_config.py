@@ -52,6 +52,8 @@ def test_a_mistyped_key_names_its_neighbor():
         ({"learner__pack_tokens": 15}, r"pack_tokens = 15: expected 0 .*\(16, 32, 64\)"),
         ({"learner__mesh": (8, 1)}, r'of at least 1.*--config.learner.mesh="\(8, 1, 1\)"'),
         ({"learner__mesh": (2, 0, -1)}, r'mesh = \(2, 0, -1\).*mesh="\(2, 1, 1\)"'),
+        ({"learner__prompt_buckets": (64, 65)}, r"\(64, 65\): expected .* longest bucket, 64"),
+        ({"learner__prompt_buckets": (24,)}, "min_shared_tokens = 32: expected at most .* 24"),
         ({"learner__held_gradients": -1}, "learner.held_gradients = -1: expected 0 or more"),
         ({"learner__normalizer": "mean"}, "expected one of"),
         ({"learner__tis_cap": float("nan")}, "learner.tis_cap = nan"),

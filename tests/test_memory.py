@@ -80,7 +80,7 @@ def plan_of(
 @pytest.mark.parametrize("pool_memory", ["device", "pinned_host"])
 def test_the_plan_is_the_size_of_the_live_buffers(pool_memory: str):
     learner = lc.make_learner(
-        lc.tiny(), pool_size=3, prompt_buckets=(8,), prompt_slots=4, pool_memory=pool_memory
+        lc.tiny(), pool_size=3, prompt_buckets=(32,), prompt_slots=4, pool_memory=pool_memory
     )
     buffers = learner._buffers
     live = (learner.state.params, learner.state.opt_state, buffers.batch, buffers._pairs._pairs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -220,6 +221,35 @@ def test_interruption_finishes_the_step_and_the_same_command_resumes(tmp_path: P
     assert [line["step"] for line in read_jsonl(workdir / "metrics.jsonl")] == list(range(done + 1))
 
 
+def test_interruption_while_compiling_leaves_no_process(tmp_path: Path):
+    process = subprocess.Popen(
+        train_command(tmp_path / "run"),
+        cwd=TESTS,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    while "compiling" not in process.stdout.readline():
+        assert process.poll() is None, process.communicate()
+    time.sleep(3)  # into the other process
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (130, "interrupted while starting\n")
+    deadline = time.monotonic() + 10
+    while any(_is_in_session(pid, process.pid) for pid in os.listdir("/proc") if pid.isdigit()):
+        assert time.monotonic() < deadline, "a process is left"
+        time.sleep(0.05)
+
+
+def _is_in_session(pid: str, session: int) -> bool:
+    try:
+        return os.getsid(int(pid)) == session
+    except ProcessLookupError:
+        return False
+
+
 def test_damaged_files_and_a_second_process_are_refused_in_one_paragraph(
     finished: Path, tmp_path: Path
 ):
@@ -315,7 +345,6 @@ def test_a_run_that_does_not_compile_leaves_its_directory_to_another(tmp_path: P
         config=RunConfig(),
         workdir=workdir,
         train_tasks=[Task(task_id="t", instruction="")],
-        sandbox_report=types.SimpleNamespace(backend="none", unenforced=()),
         learner=Compiling(refused == "learner"),
         worker=Compiling(refused == "worker"),
     )

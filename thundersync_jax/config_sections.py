@@ -165,17 +165,27 @@ class LearnerSection:
         is_number = self.prompt_slots >= 1 or self.prompt_slots == -1
         expected = "at least 1, or -1 for as many as fit"
         check(is_number, "learner.prompt_slots", self.prompt_slots, expected)
-        is_ladder = (
-            bool(self.buckets)
-            and list(self.buckets) == sorted(set(self.buckets))
-            and self.buckets[0] >= 2
-        )
-        check(is_ladder, "learner.buckets", self.buckets, "ascending lengths of at least 2")
         check_choice("learner.pool_memory", self.pool_memory, ("device", "pinned_host"))
         for key in ("held_gradients", "pack_tokens"):
             check(getattr(self, key) >= 0, f"learner.{key}", getattr(self, key), "0 or more")
         for key in ("pairs_per_call", "min_shared_tokens"):
             check(getattr(self, key) >= 1, f"learner.{key}", getattr(self, key), "at least 1")
+        check_choice("learner.normalizer", self.normalizer, ("token_mean", "trajectory_mean"))
+        check_choice("learner.advantage", self.advantage, ("grpo", "dr_grpo"))
+        is_cap = math.isfinite(self.tis_cap) and self.tis_cap >= 0
+        check(is_cap, "learner.tis_cap", self.tis_cap, "a finite number, at least 0")
+        expected = "a positive number of nats"
+        check(self.max_logprob_gap > 0, "learner.max_logprob_gap", self.max_logprob_gap, expected)
+        self._check_lengths()
+
+    def _check_lengths(self) -> None:
+        is_ladder = (
+            bool(self.buckets)
+            and list(self.buckets) == sorted(set(self.buckets))
+            and self.buckets[0] >= 2
+        )
+        expected = "ascending lengths of at least 2"
+        check(is_ladder, "learner.buckets", self.buckets, expected, "For instance (16, 32, 64).")
         check(
             self.pack_tokens == 0 or self.pack_tokens >= self.buckets[0],
             "learner.pack_tokens",
@@ -192,20 +202,18 @@ class LearnerSection:
         )
         check(
             list(self.prompt_buckets) == sorted(set(self.prompt_buckets))
-            and min(self.prompt_buckets, default=1) >= 1,
+            and min(self.prompt_buckets, default=1) >= 1
+            and max(self.prompt_buckets, default=1) <= self.buckets[-1],
             "learner.prompt_buckets",
             self.prompt_buckets,
-            "ascending lengths of at least 1",
+            f"ascending lengths from 1 to that of the longest bucket, {self.buckets[-1]}",
         )
-        check_choice("learner.normalizer", self.normalizer, ("token_mean", "trajectory_mean"))
-        check_choice("learner.advantage", self.advantage, ("grpo", "dr_grpo"))
-        is_cap = math.isfinite(self.tis_cap) and self.tis_cap >= 0
-        check(is_cap, "learner.tis_cap", self.tis_cap, "a finite number, at least 0")
+        longest = max(self.prompt_buckets, default=self.min_shared_tokens)
         check(
-            self.max_logprob_gap > 0,
-            "learner.max_logprob_gap",
-            self.max_logprob_gap,
-            "a positive number of nats",
+            self.min_shared_tokens <= longest,
+            "learner.min_shared_tokens",
+            self.min_shared_tokens,
+            f"at most the longest of learner.prompt_buckets, {longest}: no prompt is shared else",
         )
 
 
@@ -229,12 +237,8 @@ class OptimizerSection:
         check(self.clip_norm > 0, "optimizer.clip_norm", self.clip_norm, "a positive number")
         check(self.warmup_steps >= 0, "optimizer.warmup_steps", self.warmup_steps, "0 or more")
         needs_decay = self.schedule == "cosine" and self.decay_steps <= self.warmup_steps
-        check(
-            not needs_decay,
-            "optimizer.decay_steps",
-            self.decay_steps,
-            "more than optimizer.warmup_steps",
-        )
+        expected = "more than optimizer.warmup_steps"
+        check(not needs_decay, "optimizer.decay_steps", self.decay_steps, expected)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -286,12 +290,8 @@ class EnvSection:
 
     def __post_init__(self) -> None:
         module, _, function = self.factory.partition(":")
-        check(
-            bool(module) and bool(function),
-            "env.factory",
-            self.factory,
-            "'package.module:function'",
-        )
+        is_name = bool(module) and bool(function)
+        check(is_name, "env.factory", self.factory, "'package.module:function'")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -7,8 +7,10 @@ and closes the parts.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import importlib
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,13 +23,14 @@ from thundersync_jax.config_sections import EnvSection, SamplingSection
 from thundersync_jax.envs.base import EnvironmentSuite
 from thundersync_jax.envs.data import load_tasks
 from thundersync_jax.errors import ConfigError, check
+from thundersync_jax.learner.compilation import compile_apart
 from thundersync_jax.learner.learner import Learner
 from thundersync_jax.model.presets import TransformerConfig, preset
 from thundersync_jax.model.sharded import check_mesh, init_on_mesh
 from thundersync_jax.rollout.agent import derive_seed
 from thundersync_jax.rollout.chat import Tokenizer, TokenizerError, word_tokenizer
 from thundersync_jax.rollout.rollout import RolloutRunner
-from thundersync_jax.sandbox.base import SandboxPool, SelfTestReport
+from thundersync_jax.sandbox.base import SandboxPool
 from thundersync_jax.sandbox.selection import open_pool
 from thundersync_jax.serving.engine import PolicyEngine
 from thundersync_jax.serving.memory import device_bytes
@@ -53,7 +56,7 @@ class Runtime:
     learner: Learner
     worker: ServingWorker
     sandboxes: SandboxPool
-    sandbox_report: SelfTestReport
+    began_s: float  # on time.monotonic's clock
 
     def prompt_ids(self, task: Task) -> tuple[int, ...]:
         return self.tokenizer.encode(self.suite.prompt(task))
@@ -72,8 +75,11 @@ class Runtime:
         )
 
 
-async def build(config: RunConfig, workdir: WorkDirectory) -> Runtime:
+async def build(
+    config: RunConfig, workdir: WorkDirectory, announce: Callable[[str], None]
+) -> Runtime:
     """Makes every part; raises ConfigError and the parts' own errors for what cannot work."""
+    began_s = time.monotonic()
     suite = load_suite(config.env)
     tokenizer = word_tokenizer(suite.vocabulary)
     model = make_model(config, tokenizer)
@@ -87,17 +93,11 @@ async def build(config: RunConfig, workdir: WorkDirectory) -> Runtime:
     for task in (*train_tasks, *eval_tasks):
         _check_prompt(task.task_id, suite.prompt(task), tokenizer, config.model.max_context)
     sandboxes, sandbox_report = await open_pool(config.sandbox)
-    engine = PolicyEngine(model, config.serving, config.model.max_context)
-    learner = Learner(
-        config.learner,
-        config.optimizer,
-        model,
-        init_on_mesh(model, config.run.seed, mesh),
-        mesh=mesh,
-        temperature=config.sampling.temperature,
-        logprob_chunk=config.model.logprob_chunk,
-        reserved_bytes=sum(device_bytes(model, config.serving, config.model.max_context).values()),
-    )
+    lacks = f", which does not enforce {', '.join(sandbox_report.unenforced)}"
+    announce(f"tools run in {sandbox_report.backend}{lacks if sandbox_report.unenforced else ''}")
+    announce("compiling; the work directory keeps the programs")
+    await asyncio.to_thread(compile_apart, warm_up, config, model)
+    engine, learner = _make_programs(config, model, mesh)
     return Runtime(
         config=config,
         workdir=workdir,
@@ -109,8 +109,15 @@ async def build(config: RunConfig, workdir: WorkDirectory) -> Runtime:
         learner=learner,
         worker=ServingWorker(engine, tokenizer.decode),
         sandboxes=sandboxes,
-        sandbox_report=sandbox_report,
+        began_s=began_s,
     )
+
+
+def warm_up(config: RunConfig, model: TransformerConfig) -> None:
+    """Compiles the programs of a run, and nothing else of it."""
+    engine, learner = _make_programs(config, model, make_learner_mesh(config, model))
+    learner.warm_up()
+    engine.warm_up()
 
 
 def load_suite(env: EnvSection) -> EnvironmentSuite:
@@ -151,6 +158,23 @@ def make_learner_mesh(config: RunConfig, model: TransformerConfig) -> Mesh:
     lengths = (*config.learner.buckets, *config.learner.prompt_buckets)
     check_mesh(shape, model, lengths, num_devices=len(devices))
     return make_mesh(shape, devices[: shape.num_devices])
+
+
+def _make_programs(
+    config: RunConfig, model: TransformerConfig, mesh: Mesh
+) -> tuple[PolicyEngine, Learner]:
+    engine = PolicyEngine(model, config.serving, config.model.max_context)
+    learner = Learner(
+        config.learner,
+        config.optimizer,
+        model,
+        init_on_mesh(model, config.run.seed, mesh),
+        mesh=mesh,
+        temperature=config.sampling.temperature,
+        logprob_chunk=config.model.logprob_chunk,
+        reserved_bytes=sum(device_bytes(model, config.serving, config.model.max_context).values()),
+    )
+    return engine, learner
 
 
 def _tasks(

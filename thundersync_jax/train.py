@@ -45,8 +45,8 @@ def main(argv: Sequence[str]) -> int:
     configure(workdir.compile_cache, is_float64=config.model.dtype == "float64")
 
     async def train() -> tuple[str | None, bool]:
-        runtime = await build(config, workdir)
         with Progress(config.run.progress, num_steps=config.run.num_steps) as progress:
+            runtime = await build(config, workdir, progress.message)
             trainer = Trainer(runtime, progress)
             return await run_interruptibly(trainer), trainer.is_interrupted
 

@@ -95,13 +95,6 @@ class Trainer:
             stack.callback(self._metrics.close)
             stack.callback(self._evaluations.close)
             stack.callback(self._stop_profile)
-            began_s = time.monotonic()
-            sandbox = runtime.sandbox_report
-            lacks = f", which does not enforce {', '.join(sandbox.unenforced)}"
-            self._progress.message(
-                f"tools run in {sandbox.backend}{lacks if sandbox.unenforced else ''}"
-            )
-            self._progress.message("compiling; the work directory keeps the programs")
             num_programs = await asyncio.to_thread(runtime.learner.warm_up)
             await asyncio.to_thread(runtime.worker.warm_up)
             runtime.workdir.claim(self._config)
@@ -113,8 +106,8 @@ class Trainer:
             self._compiles.start()
             stack.callback(self._compiles.close)
             self._progress.message(
-                f"ready in {time.monotonic() - began_s:.1f} s: {num_programs} learner programs, "
-                f"{runtime.learner.memory.describe()}, "
+                f"ready in {time.monotonic() - runtime.began_s:.1f} s: "
+                f"{num_programs} learner programs, {runtime.learner.memory.describe()}, "
                 f"at step {self._position.num_steps} of {self._config.run.num_steps}"
             )
             journal = Journal(runtime.workdir.events, time.monotonic)

@@ -150,7 +150,7 @@ class TimedSteps:
 @contextlib.asynccontextmanager
 async def started(config: RunConfig, workdir: WorkDirectory) -> AsyncIterator[TimedSteps]:
     """Builds, compiles and starts the parts, and closes them all."""
-    runtime = await build(config, workdir)
+    runtime = await build(config, workdir, lambda _: None)
     learner, worker = runtime.learner, runtime.worker
     async with contextlib.AsyncExitStack() as stack:
         await asyncio.to_thread(learner.warm_up)

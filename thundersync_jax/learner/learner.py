@@ -234,9 +234,9 @@ class Learner:
                 self._postponed = work
                 break
             started_s = time.monotonic()
-            path, bucket, num_trajectories = self._run(work)
+            ran = self._run(work)
             self._schedule.mark_done(work)
-            self._log.add_work(work, path, bucket, num_trajectories, started_s)
+            self._log.add_work(work, *ran, started_s)
             done += 1
         return done
 
@@ -303,10 +303,10 @@ class Learner:
 
     def _check_ids(self, name: str, ids: np.ndarray) -> None:
         if ids.size and not 0 <= ids.min() <= ids.max() < self._vocab_size:
-            outside = ids[(ids < 0) | (ids >= self._vocab_size)]
+            outside = ids[(ids < 0) | (ids >= self._vocab_size)].tolist()
             raise LearnerError(
-                f"{name}: token ids {outside[:4].tolist()} are outside the vocabulary of "
-                f"{self._vocab_size}"
+                f"{name}: token ids {outside[:4]} are outside the vocabulary of "
+                f"{self._vocab_size}: the tokenizer's must not exceed the model's"
             )
 
     def _find(self, group_id: int, index: int) -> tuple[Group, Member]:
@@ -371,6 +371,7 @@ class Learner:
             raise OpenGroupsError(
                 f"the update needs a verdict for every trajectory, {len(unfinished)} are missing: "
                 + "; ".join(unfinished[:8])
+                + ". Give each a set_reward or a set_failed, or drop the step with abandon()"
             )
         self._statistics.check_finite()
 

@@ -91,7 +91,9 @@ class StepStatistics:
             )
 
     def _counted(self) -> list[tuple[LaneWork, Note]]:
-        return [(lane, note) for lane, note in self._notes if not self._is_zero(lane.group)]
+        groups = {lane.group for lane, _ in self._notes}
+        zero = {group for group in groups if self._is_zero(group)}
+        return [(lane, note) for lane, note in self._notes if lane.group not in zero]
 
     def _is_zero(self, group: Group) -> bool:
         return group.moments(self._config.advantage).is_zero_variance
