@@ -328,8 +328,7 @@ class Learner:
 
     def _run(self, work: Work) -> tuple[str, int, int]:
         """Runs one call; returns (kind, bucket, trajectories) for the log."""
-        params, buffers = self.params, self._buffers
-        statistics = self._statistics
+        params, buffers, statistics = self.params, self._buffers, self._statistics
         match work:
             case CloseWork(replicas=groups):
                 buffers.close(work)
