@@ -54,6 +54,7 @@ def step(contents_s: list[float], *, gradient_s: float, grade_s: float = 0.0) ->
         updated_s=ends[-1] + 0.75,
         published_s=ends[-1] + 1.0,
         max_loop_lag_s=0.0,
+        decode_stall_s=0.0,
     )
     return TimedStep(result=result, work=(*work, update), cpu_s=1.0, rollout_cpu_s=0.1)
 

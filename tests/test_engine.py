@@ -312,7 +312,8 @@ def test_jetstream_is_pinned_light_and_leaves_the_root_logger_alone() -> None:
         "import logging, sys; root = logging.getLogger(); before = root.level, list(root.handlers);"
         "from thundersync_jax.serving import jetstream_compat as c;"
         "assert (root.level, root.handlers) == before, root.handlers;"
-        "c.orchestrator.delete_pytree({'a': 1});"
+        "import jax; prefix = {'a': jax.numpy.ones(2)}; c.orchestrator.delete_pytree(prefix);"
+        "assert prefix['a'].is_deleted();"
         "assert 'tensorflow' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
