@@ -1,0 +1,63 @@
+"""Programs are compiled by a process of their own, and a failure there costs only time."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from thundersync_jax.learner.compilation import compile_apart, temporary_cache
+
+HITS, MISSES = "/jax/compilation_cache/cache_hits", "/jax/compilation_cache/cache_misses"
+
+
+def program(scale: float) -> jax.stages.Compiled:
+    return jax.jit(lambda x: jnp.tanh(x @ x) * scale).lower(jnp.ones((7, 7))).compile()
+
+
+def warm_up(scale: float, marks: Path) -> None:
+    (marks / str(os.getpid())).touch()
+    program(scale)
+
+
+def warm_up_half(scale: float, marks: Path) -> None:
+    warm_up(scale, marks)
+    raise MemoryError("refused")
+
+
+@pytest.fixture
+def events():
+    counts: dict[str, int] = {HITS: 0, MISSES: 0}
+
+    def listen(event: str, **_):
+        counts[event] = counts.get(event, 0) + 1
+
+    jax.monitoring.register_event_listener(listen)
+    yield counts
+    jax.monitoring.unregister_event_listener(listen)
+
+
+@pytest.mark.parametrize("function", [warm_up, warm_up_half])
+def test_what_a_process_of_its_own_compiled_is_loaded_here(function, events, tmp_path: Path):
+    with temporary_cache():
+        compile_apart(function, 3.0, tmp_path)
+        (pid,) = tmp_path.iterdir()
+        assert int(pid.name) != os.getpid()
+        before = dict(events)
+        program(3.0)
+        assert events[HITS] > before[HITS]
+        assert events[MISSES] == before[MISSES]
+        compile_apart(function, 4.0, tmp_path)  # the cache is not empty: a resumed run
+        assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_float64_programs_are_compiled_as_such(events, tmp_path: Path):
+    with jax.enable_x64(True), temporary_cache():
+        compile_apart(warm_up, 5.0, tmp_path)
+        before = dict(events)
+        program(5.0)
+        assert events[HITS] > before[HITS]
+        assert events[MISSES] == before[MISSES]
