@@ -13,7 +13,7 @@ from thundersync_jax.config import default_config
 
 def get_config() -> ConfigDict:
     config = default_config()
-    config.run.num_steps = 420
+    config.run.num_steps = 400
     config.run.groups_per_step = 8
     config.run.group_size = 8
 
@@ -23,6 +23,7 @@ def get_config() -> ConfigDict:
     config.learner.pool_size = 8
     config.optimizer.learning_rate = 1e-3
     config.optimizer.schedule = "cosine"
+    config.optimizer.warmup_steps = 40  # a full rate at once settles on a first guess too early
     config.optimizer.decay_steps = config.run.num_steps
     config.optimizer.clip_norm = 1.0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import jax
@@ -40,18 +41,38 @@ def events():
     jax.monitoring.unregister_event_listener(listen)
 
 
-@pytest.mark.parametrize("function", [warm_up, warm_up_half])
-def test_what_a_process_of_its_own_compiled_is_loaded_here(function, events, tmp_path: Path):
+def test_what_a_process_of_its_own_compiled_is_loaded_here(events, tmp_path: Path):
     with temporary_cache():
-        compile_apart(function, 3.0, tmp_path)
+        compile_apart(warm_up, 3.0, tmp_path)
         (pid,) = tmp_path.iterdir()
         assert int(pid.name) != os.getpid()
         before = dict(events)
         program(3.0)
         assert events[HITS] > before[HITS]
         assert events[MISSES] == before[MISSES]
-        compile_apart(function, 4.0, tmp_path)  # the cache is not empty: a resumed run
+        compile_apart(warm_up, 4.0, tmp_path)  # filled: a resumed run
         assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_cache_that_was_not_filled_to_the_end_is_filled_again(events, tmp_path: Path):
+    with temporary_cache():
+        compile_apart(warm_up_half, 3.0, tmp_path)
+        compile_apart(warm_up, 3.0, tmp_path)
+        assert len(list(tmp_path.iterdir())) == 2
+        compile_apart(warm_up, 3.0, tmp_path)
+        assert len(list(tmp_path.iterdir())) == 2
+
+
+def kill_itself(_: float, marks: Path) -> None:
+    (marks / str(os.getpid())).touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_process_is_named_and_its_work_left_to_this_one(tmp_path: Path, caplog):
+    with temporary_cache():
+        compile_apart(kill_itself, 3.0, tmp_path)
+        assert "ended with exit code -9: compiling here" in caplog.text
+        program(3.0)
 
 
 def test_float64_programs_are_compiled_as_such(events, tmp_path: Path):

@@ -160,3 +160,6 @@ def test_a_work_directory_resumes_its_own_configuration_only(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="is a file"):
         WorkDirectory(tmp_path / "file").open(RunConfig())
+    (tmp_path / "run" / "compile_cache").write_text("")
+    with pytest.raises(ConfigError, match="compile_cache is a file: remove it"):
+        workdir.open(RunConfig())

@@ -427,7 +427,7 @@ def test_bad_input_is_refused_by_name_and_nothing_changes():
         learner.add_trajectory(group, 0, bad_tokens([99]))
     with pytest.raises(LearnerError, match="exceed the longest bucket 64"):
         learner.add_trajectory(group, 0, bad_tokens([1] * 64))
-    with pytest.raises(LearnerError, match="cannot become 'ready'"):
+    with pytest.raises(LearnerError, match="waiting for content, so this call is out of order"):
         learner.set_reward(group, 0, 1.0)
     learner.add_trajectory(group, 0, tokens)
     for reward in (math.nan, math.inf, True, "1"):  # LESSONS 11

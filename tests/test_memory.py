@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -207,6 +208,14 @@ def test_programs_that_do_not_fit_are_refused_when_they_are_compiled(sized: Lear
         learner.warm_up()
 
 
+def test_the_number_that_a_refusal_names_works_with_the_programs_on_top():
+    with pytest.raises(MemoryPlanError) as refused:
+        learner_on(20 * NUM_BYTES, pool_size=10**30)
+    number = int(re.findall(r"learner.pool_size = (\d+) would fit", str(refused.value))[0])
+    assert number > 1
+    learner_on(20 * NUM_BYTES, pool_size=number).warm_up()
+
+
 def test_without_a_stated_limit_the_cpu_offers_its_host_and_others_refuse_nothing():
     learner = lc.make_learner(memory_run.MODEL, pool_size=-1, **SHAPES)
     assert learner.memory.config.pool_size == memory.MAX_GROUPS
@@ -231,18 +240,22 @@ def test_without_a_stated_limit_the_cpu_offers_its_host_and_others_refuse_nothin
         (
             plan_of(16),
             r"keeps 20 GB on every device \(state 3 GB, batch sum 1 GB, pairs 16 GB\), and 16 GB "
-            r"are there for it: learner.pool_size = 6 would fit; or use more devices",
+            r"are there for it: learner.pool_size = 5 would fit, and leave 5% for programs "
+            r"\(-1 takes as many as fit\); or use more devices",
         ),
         (plan_of(18, reserved=2 * GB), r"16 GB are there for it besides 2 GB for serving"),
         (
             plan_of(16, host=14, pairs_per_call=1),
-            r"learner.pool_size = 6 or learner.pool_memory = 'pinned_host' would fit",
+            r"learner.pool_size = 5 or learner.pool_memory = 'pinned_host' would fit",
         ),
         (
             plan_of(14, slot=GB, prompt_slots=12, pool_size=1),
-            r"prompt slots 12 GB\).*learner.prompt_slots = 8 would fit",
+            r"prompt slots 12 GB\).*learner.prompt_slots = 7 would fit",
         ),
-        (plan_of(7, held_gradients=4, pool_size=0), r"learner.held_gradients = 3 would fit"),
+        (
+            plan_of(7, held_gradients=4, pool_size=0),
+            r"held_gradients = 2 would fit, and leave 5% for programs; or",
+        ),
         (
             plan_of(3),
             r"3 GB are there for it: use more devices along fsdp or tensor, or a smaller model$",

@@ -221,7 +221,8 @@ def test_interruption_finishes_the_step_and_the_same_command_resumes(tmp_path: P
     assert [line["step"] for line in read_jsonl(workdir / "metrics.jsonl")] == list(range(done + 1))
 
 
-def test_interruption_while_compiling_leaves_no_process(tmp_path: Path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_an_end_while_compiling_leaves_no_process(tmp_path: Path, number: signal.Signals):
     process = subprocess.Popen(
         train_command(tmp_path / "run"),
         cwd=TESTS,
@@ -233,20 +234,34 @@ def test_interruption_while_compiling_leaves_no_process(tmp_path: Path):
     assert process.stdout is not None
     while "compiling" not in process.stdout.readline():
         assert process.poll() is None, process.communicate()
-    time.sleep(3)  # into the other process
-    process.send_signal(signal.SIGINT)
+    deadline = time.monotonic() + TIMEOUT_S
+    while len(processes_of(process.pid)) < 2:  # the one that compiles
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    time.sleep(1)
+    process.send_signal(number)
     _, err = process.communicate(timeout=30)
-    assert (process.returncode, err) == (130, "interrupted while starting\n")
-    deadline = time.monotonic() + 10
-    while any(_is_in_session(pid, process.pid) for pid in os.listdir("/proc") if pid.isdigit()):
+    is_interrupted = number is signal.SIGINT
+    assert process.returncode == (130 if is_interrupted else -number)
+    assert err == ("interrupted while starting\n" if is_interrupted else "")
+    deadline = time.monotonic() + 5
+    while processes_of(process.pid):
         assert time.monotonic() < deadline, "a process is left"
         time.sleep(0.05)
 
 
-def _is_in_session(pid: str, session: int) -> bool:
+def processes_of(session: int) -> list[int]:
+    """Living processes of a session; multiprocessing's resource tracker is not counted."""
+    return [
+        pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _is_in(pid, session)
+    ]
+
+
+def _is_in(pid: int, session: int) -> bool:
     try:
-        return os.getsid(int(pid)) == session
-    except ProcessLookupError:
+        command = Path(f"/proc/{pid}/cmdline").read_text()
+        return os.getsid(pid) == session and "resource_tracker" not in command and command != ""
+    except (ProcessLookupError, FileNotFoundError):
         return False
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import difflib
 import errno
-import multiprocessing
 import os
 import re
 import sys
@@ -48,8 +47,6 @@ def run_main(main: Callable[[Sequence[str]], int]) -> None:
             return USER_ERROR
         except KeyboardInterrupt:
             print("interrupted while starting", file=sys.stderr, flush=True)
-            for process in multiprocessing.active_children():  # it compiles
-                process.kill()
             os._exit(INTERRUPTED)  # threads may be compiling; there is nothing to save
         except OSError as error:
             if error.errno not in _DISK_ERRORS:

@@ -143,8 +143,9 @@ def _build(cls: type, values: Mapping[str, Any], prefix: str) -> Any:
 def _coerce(value: Any, hint: Any, key: str) -> Any:
     """The value in the field's type, where nothing is lost; ConfigError otherwise."""
     if typing.get_origin(hint) is tuple:
-        is_sequence = isinstance(value, (list, tuple))
-        check(is_sequence, key, value, f"a tuple of {typing.get_args(hint)[0].__name__}")
+        kind = typing.get_args(hint)[0]
+        is_tuple = isinstance(value, (list, tuple)) and all(type(v) is kind for v in value)
+        check(is_tuple, key, value, f"a tuple of {kind.__name__}")
         return tuple(_coerce(v, typing.get_args(hint)[0], key) for v in value)
     if isinstance(hint, types.GenericAlias) or typing.get_origin(hint) is not None:
         check(isinstance(value, Mapping), key, value, "a mapping")

@@ -213,7 +213,8 @@ class LearnerSection:
             self.min_shared_tokens <= longest,
             "learner.min_shared_tokens",
             self.min_shared_tokens,
-            f"at most the longest of learner.prompt_buckets, {longest}: no prompt is shared else",
+            f"at most the longest of learner.prompt_buckets, {longest}: else none is shared",
+            "Lower it, or lengthen learner.prompt_buckets.",
         )
 
 

@@ -61,6 +61,10 @@ class WorkDirectory:
             raise ConfigError(
                 f"--workdir={self.root} is a file: give a directory, new or of this run"
             )
+        if self.compile_cache.exists() and not self.compile_cache.is_dir():
+            raise ConfigError(
+                f"{self.compile_cache} is a file: remove it, compiled programs go there"
+            )
         if self.config.exists():
             self._check_same(config)
         try:

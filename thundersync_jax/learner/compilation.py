@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import ctypes
 import functools
+import logging
 import multiprocessing
 import os
+import signal
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +24,7 @@ from typing import Any
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
@@ -50,32 +55,47 @@ def temporary_cache() -> Iterator[None]:
 
 
 def compile_apart(warm_up: Callable[..., object], *args: Any) -> None:
-    """Runs `warm_up(*args)` in a process of its own where that pays: CPU, empty cache.
+    """Runs `warm_up(*args)` in a process of its own where that pays: CPU, a cache not yet filled.
 
     What that process does not compile, or fails at, is left to this one. The process imports the
     main module, as all that multiprocessing spawns: scripts need `if __name__ == "__main__"`.
     """
     cache = Path(_setting("jax_compilation_cache_dir"))
-    if jax.default_backend() != "cpu" or (cache.is_dir() and any(cache.iterdir())):
+    filled = cache / "filled"
+    if jax.default_backend() != "cpu" or filled.exists():
         return
     settings = functools.partial(configure, cache, is_float64=_setting("jax_enable_x64"))
     process = multiprocessing.get_context("spawn").Process(
-        target=_fill_cache, args=(settings, warm_up, args), daemon=True
+        target=_fill_cache, args=(settings, warm_up, args, filled), daemon=True
     )
     process.start()
     process.join()
+    if process.exitcode:
+        logging.warning(
+            "the process that compiles ended with exit code %d: compiling here, after which steps "
+            "are slower",
+            process.exitcode,
+        )
+
+
+def _fill_cache(
+    settings: Callable[[], None], warm_up: Callable[..., object], args: Sequence[Any], filled: Path
+) -> None:
+    _end_with_parent()
+    settings()
+    with contextlib.suppress(Exception):  # the process that waits meets the same, and reports it
+        warm_up(*args)
+        filled.touch()
+
+
+def _end_with_parent() -> None:
+    """However the process that waits ends, a kill included, this one ends too (Linux)."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _setting(name: str) -> Any:
     return jax.config.values[name]
-
-
-def _fill_cache(
-    settings: Callable[[], None], warm_up: Callable[..., object], args: Sequence[Any]
-) -> None:
-    settings()
-    with contextlib.suppress(Exception):  # the process that waits meets the same, and reports it
-        warm_up(*args)
 
 
 class CompileCounter:

@@ -81,8 +81,9 @@ class Member:
         """Moves along `_TRANSITIONS`; LearnerError names the member otherwise."""
         if stage not in _TRANSITIONS[self.stage]:
             raise LearnerError(
-                f"{name} is {self.stage.value!r} and cannot become {stage.value!r}: a trajectory "
-                "gets its content once, and then exactly one of a reward or a failure"
+                f"{name} is {self.stage.value}, so this call is out of order: a trajectory gets "
+                "its content once (add_trajectory), and then exactly one of a reward (set_reward) "
+                "and a failure (set_failed)"
             )
         self.stage = stage
 

@@ -134,10 +134,10 @@ class Learner:
           LearnerError: empty or over-long prompt, ids outside the vocabulary, or a size that has no
             advantage.
         """
-        prompt = np.asarray(prompt_ids, np.int32)
-        if prompt.ndim != 1 or prompt.size == 0:
+        prompt = np.asarray(prompt_ids)
+        if prompt.ndim != 1 or prompt.size == 0 or prompt.dtype.kind not in "iu":
             raise LearnerError(
-                f"task {task_id!r}: a prompt needs at least one token, got {prompt_ids!r}"
+                f"task {task_id!r}: a prompt is a list of at least one token id, got {prompt_ids!r}"
             )
         if group_size < 2:
             raise LearnerError(
@@ -155,7 +155,7 @@ class Learner:
             Group(
                 group_id=group_id,
                 task_id=task_id,
-                prompt_ids=prompt,
+                prompt_ids=prompt.astype(np.int32),
                 members=[Member(index=i) for i in range(group_size)],
                 prefix_bucket=self._prefix_bucket(prompt.size - 1),
             )

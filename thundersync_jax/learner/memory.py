@@ -37,6 +37,8 @@ HEADROOM = 0.95  # of a device for what was sized: fragments, arguments of calls
 HOST_SHARE = 0.5  # of the host for pairs: checkpoints pass through it, and sandboxes run there
 
 # What can be lowered to make room, with the least it can be.
+_SIZED = ("pool_size", "prompt_slots")  # where -1 is as many as fit
+_MOST = 2**31  # no device holds as many of anything
 _LEAST = {"pool_size": 0, "pairs_per_call": 1, "prompt_slots": 1, "held_gradients": 0}
 
 
@@ -200,11 +202,7 @@ def fit(config: LearnerSection, most: MemoryPlan) -> MemoryPlan:
     Args:
       most: the plan for MAX_GROUPS, with its largest program.
     """
-    room_bytes = most.room.device_bytes
-    assert room_bytes is not None
-    tight = dataclasses.replace(
-        most, room=dataclasses.replace(most.room, device_bytes=int(HEADROOM * room_bytes))
-    )
+    tight = _with_headroom(most)
     if most.sizes.state_bytes > most.program_bytes:  # a second state, next to all buffers
         tight = dataclasses.replace(
             tight, program="reading a checkpoint", program_bytes=most.sizes.state_bytes
@@ -215,6 +213,12 @@ def fit(config: LearnerSection, most: MemoryPlan) -> MemoryPlan:
             return dataclasses.replace(most, config=fitted)
     smallest = dataclasses.replace(tight, config=_with_groups(config, 1))
     raise _refusal(smallest, f"not one group fits {HEADROOM:.0%} of a device: ")
+
+
+def _with_headroom(plan: MemoryPlan) -> MemoryPlan:
+    assert plan.room.device_bytes is not None
+    room = dataclasses.replace(plan.room, device_bytes=int(HEADROOM * plan.room.device_bytes))
+    return dataclasses.replace(plan, room=room)
 
 
 def check_fits(plan: MemoryPlan) -> None:
@@ -238,7 +242,7 @@ def _with_largest(plan: MemoryPlan, temporaries: Mapping[Name, int]) -> MemoryPl
 
 def _with_groups(config: LearnerSection, num_groups: int) -> LearnerSection:
     """Buffers for so many groups wherever the configuration says -1."""
-    sized = [key for key in ("pool_size", "prompt_slots") if getattr(config, key) == -1]
+    sized = [key for key in _SIZED if getattr(config, key) == -1]
     numbers: dict[str, Any] = dict.fromkeys(sized, num_groups)
     return dataclasses.replace(config, **numbers)
 
@@ -270,9 +274,12 @@ def _refusal(plan: MemoryPlan, why: str = "") -> MemoryPlanError:
 
 def _remedy(plan: MemoryPlan) -> str:
     """Every single change that would do; what else helps where none would."""
+    is_before_programs = not plan.program_bytes
+    if is_before_programs:
+        plan = _with_headroom(plan)
     found = []
     for key, least in _LEAST.items():
-        smaller = range(least, getattr(plan.config, key))
+        smaller = range(least, min(getattr(plan.config, key), _MOST))
         at = bisect.bisect_left(
             smaller, True, key=lambda value: not _changed(plan, key, value).fits
         )
@@ -282,7 +289,12 @@ def _remedy(plan: MemoryPlan) -> str:
     advice = "use more devices along fsdp or tensor, or a smaller model"
     if plan.program.startswith(("program Fold", "program Prompt")):
         advice = f"shorten the longest bucket, set model.remat = 'block', {advice}"
-    return f"{' or '.join(found)} would fit; or {advice}" if found else advice
+    if not found:
+        return advice
+    rest = f", and leave {1 - HEADROOM:.0%} for programs" if is_before_programs else ""
+    if is_before_programs and any(key in change for key in _SIZED for change in found):
+        rest += " (-1 takes as many as fit)"
+    return f"{' or '.join(found)} would fit{rest}; or {advice}"
 
 
 def _changed(plan: MemoryPlan, key: str, value: Any) -> MemoryPlan:
