@@ -101,7 +101,7 @@ def test_a_run_writes_everything_that_it_promises(finished: Path):
         "step", "policy_version", "reward_mean", "solved", "num_groups", "num_trajectories",
         "num_failed", "zero_variance_groups", "action_tokens", "grad_norm", "logprob_gap_mean",
         "logprob_gap_max", "step_s", "rollout_s", "learner_busy_s", "overlap", "tail_s", "paths",
-        "num_held", "compiles", "peak_rss_mb",
+        "num_held", "compiles", "peak_rss_mb", "decode_stall_s", "serving",
     }  # fmt: skip
     for line in lines:
         assert required <= set(line)
@@ -110,6 +110,8 @@ def test_a_run_writes_everything_that_it_promises(finished: Path):
         assert line["logprob_gap_max"] is None or line["logprob_gap_max"] <= 1e-5
         assert line["compiles"] == 0
         assert 0 < line["rollout_s"] <= line["step_s"]
+        assert 0 < line["serving"]["slot_utilization"] <= 1
+        assert line["serving"]["tokens_sampled"] == line["action_tokens"]
     config = json.loads((finished / "config.json").read_text())
     assert config["config"]["run"]["groups_per_step"] == 2
     assert config["versions"]["jax"] == jax.__version__

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from thundersync_jax.coordinator.step_run import StepResult
-from thundersync_jax.transport.messages import UpdateReport, WorkItem
+from thundersync_jax.transport.messages import ServingStatistics, UpdateReport, WorkItem
 
 
 def overlap(work: Sequence[WorkItem], last_reward_s: float) -> float:
@@ -36,12 +36,18 @@ def report_fields(
 
 
 def step_line(
-    result: StepResult, work: Sequence[WorkItem], *, solved_reward: float, compiles: int
+    result: StepResult,
+    work: Sequence[WorkItem],
+    serving: ServingStatistics,
+    *,
+    solved_reward: float,
+    compiles: int,
 ) -> dict[str, Any]:
     """The line of a rolled-out step.
 
     Args:
       work: the learner's calls in this step, the update included.
+      serving: what the decode loop did in it.
       compiles: programs compiled or loaded during the step.
     """
     rewards = [r.verdict.reward for r in result.records if r.verdict.reward is not None]
@@ -56,6 +62,7 @@ def step_line(
         "tail_s": ended_s - result.last_reward_s,
         "max_loop_lag_s": result.max_loop_lag_s,
         "decode_stall_s": result.decode_stall_s,
+        "serving": {"slot_utilization": serving.slot_utilization, **dataclasses.asdict(serving)},
         "compiles": compiles,
         "peak_rss_mb": peak_rss_mb(),
     }

@@ -178,7 +178,7 @@ class Trainer:
         tasks = self._cursor.tasks_at(self._position.task_position, config.run.groups_per_step)
         prompts = [self._runtime.prompt_ids(task) for task in tasks]
         self._progress.status(f"rolling out {len(tasks) * config.run.group_size} trajectories")
-        compiles_before = self._compiles.count
+        compiles_before, serving_before = self._compiles.count, self._runtime.worker.statistics()
         try:
             result = await coordinator.run_step(step, tasks, prompts)
         except StepAbandoned:
@@ -188,6 +188,7 @@ class Trainer:
         line = step_line(
             result,
             work,
+            self._runtime.worker.statistics().since(serving_before),
             solved_reward=self._runtime.suite.solved_reward,
             compiles=self._compiles.count - compiles_before,
         )

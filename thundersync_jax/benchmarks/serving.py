@@ -170,20 +170,11 @@ def through(worker: ServingWorker, *, seed: int, num_turns: int, tool_s: float =
     [(full_s, full_tokens)] = full
     return Measured(
         elapsed_s=time.perf_counter() - began_s,
-        counts=_since(before, worker.statistics()),
+        counts=worker.statistics().since(before),
         full_s=full_s,
         full_tokens=full_tokens,
         trajectories=tuple(trajectories),
     )
-
-
-def _since(before: ServingStatistics, now: ServingStatistics) -> ServingStatistics:
-    sums = {
-        name: value - getattr(before, name)
-        for name, value in dataclasses.asdict(now).items()
-        if name not in ("num_slots", "max_rows_stored")
-    }
-    return dataclasses.replace(now, **sums)
 
 
 async def _play(

@@ -160,6 +160,16 @@ class ServingStatistics:
         room = self.decode_steps * self.num_slots
         return self.tokens_sampled / room if room else float("nan")
 
+    def since(self, before: ServingStatistics) -> ServingStatistics:
+        """What was done after `before`; max_rows_stored stays that of the whole time."""
+        kept = ("num_slots", "max_rows_stored")
+        sums = {
+            name: value - getattr(before, name)
+            for name, value in dataclasses.asdict(self).items()
+            if name not in kept
+        }
+        return dataclasses.replace(self, **sums)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WorkItem:
