@@ -225,6 +225,8 @@ def test_interruption_finishes_the_step_and_the_same_command_resumes(tmp_path: P
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_an_end_while_compiling_leaves_no_process(tmp_path: Path, number: signal.Signals):
+    # A background job ignores SIGINT, and so would its children.
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(
         train_command(tmp_path / "run"),
         cwd=TESTS,
@@ -233,6 +235,7 @@ def test_an_end_while_compiling_leaves_no_process(tmp_path: Path, number: signal
         text=True,
         start_new_session=True,
     )
+    signal.signal(signal.SIGINT, inherited)
     assert process.stdout is not None
     while "compiling" not in process.stdout.readline():
         assert process.poll() is None, process.communicate()
