@@ -44,7 +44,10 @@ def check_memory(
     row_length: int,
 ) -> None:
     """Raises ConfigError for slots that cannot fit, with the number that would."""
-    device = devices[0]
+    here = [device for device in devices if device in jax.local_devices()]
+    if not here:  # a topology to compile for, or other hosts
+        return
+    device = here[0]
     limit = (device.memory_stats() or {}).get("bytes_limit")
     if limit is not None:
         limit *= len(devices)
