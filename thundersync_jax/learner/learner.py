@@ -93,7 +93,7 @@ class Learner:
             logprob_chunk=logprob_chunk,
         )
         mesh = mesh or make_mesh(MeshShape(), jax.devices()[:1])
-        room = room_of(mesh.devices.flat[0], reserved_bytes)
+        room = room_of(mesh.local_devices[0], reserved_bytes)
         make = functools.partial(Programs, settings, make_optimizer(optimizer), mesh)
         self.memory, programs = plan_memory(config, room, make)
         config, shapes = self.memory.config, programs.shapes
