@@ -245,7 +245,7 @@ def test_an_end_while_compiling_leaves_no_process(tmp_path: Path, number: signal
         time.sleep(0.05)
     time.sleep(1)
     process.send_signal(number)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=TIMEOUT_S)  # the other process has these pipes too
     is_interrupted = number is signal.SIGINT
     assert process.returncode == (130 if is_interrupted else -number)
     assert err == ("interrupted while starting\n" if is_interrupted else "")

@@ -90,8 +90,12 @@ def _fill_cache(
 
 def _end_with_parent() -> None:
     """However the process that waits ends, a kill included, this one ends too (Linux)."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent.pid:  # it ended before this one got here
+        os._exit(1)
 
 
 def _setting(name: str) -> Any:
