@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from sandbox_cases import begins, fresh_mark, is_running, pool
 
 from thundersync_jax.envs.base import Action, Attempt, Observation
-from thundersync_jax.envs.file_probe import Delay, FileProbe, FileProbeSuite, file_probe, probe_task
+from thundersync_jax.envs.file_probe import FileProbe, FileProbeSuite, file_probe, probe_task
+from thundersync_jax.envs.options import Delay
 from thundersync_jax.sandbox.base import SandboxError, SandboxPool
 from thundersync_jax.trajectory import ToolCall, TrajectoryKey
 

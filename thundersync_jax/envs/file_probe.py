@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import math
-import random
 from collections.abc import Sequence
 
 from thundersync_jax.envs.base import Action, Attempt, Environment, Observation
+from thundersync_jax.envs.options import Delay, check_least
 from thundersync_jax.sandbox.base import SandboxError, SandboxLease
 from thundersync_jax.trajectory import Task
 
@@ -30,20 +29,6 @@ _TOOL = f"""probe() {{
   elif (( $1 > secret )); then echo lower
   else echo found; fi
 }}"""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Delay:
-    """A lognormal waiting time of the given mean; a mean of 0 waits never."""
-
-    mean_s: float
-    sigma: float
-
-    def seconds(self, *seed: int) -> float:
-        if self.mean_s == 0:
-            return 0.0
-        mu = math.log(self.mean_s) - self.sigma**2 / 2
-        return random.Random(repr(seed)).lognormvariate(mu, self.sigma)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,18 +83,17 @@ def file_probe(
       tool_delay_sigma, grade_delay_sigma: of the logarithm: at 1, one call in a hundred takes six
         times the mean.
     """
-    for name, value, least in (
-        ("num_values", num_values, 2),
-        ("max_turns", max_turns, 1),
-        ("tool_delay_s", tool_delay_s, 0),
-        ("tool_delay_sigma", tool_delay_sigma, 0),
-        ("grade_delay_s", grade_delay_s, 0),
-        ("grade_delay_sigma", grade_delay_sigma, 0),
-        ("num_train_tasks", num_train_tasks, 1),
-        ("num_test_tasks", num_test_tasks, 1),
-    ):
-        if not value >= least:
-            raise ValueError(f"file_probe option {name} = {value!r}: expected at least {least}")
+    check_least(
+        "file_probe",
+        num_values=(num_values, 2),
+        max_turns=(max_turns, 1),
+        tool_delay_s=(tool_delay_s, 0),
+        tool_delay_sigma=(tool_delay_sigma, 0),
+        grade_delay_s=(grade_delay_s, 0),
+        grade_delay_sigma=(grade_delay_sigma, 0),
+        num_train_tasks=(num_train_tasks, 1),
+        num_test_tasks=(num_test_tasks, 1),
+    )
     return FileProbeSuite(
         num_values=num_values,
         max_turns=max_turns,

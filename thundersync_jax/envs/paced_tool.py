@@ -19,7 +19,7 @@ import random
 from collections.abc import Sequence
 
 from thundersync_jax.envs.base import Action, Attempt, Environment, Observation
-from thundersync_jax.envs.file_probe import Delay
+from thundersync_jax.envs.options import Delay, check_least
 from thundersync_jax.sandbox.base import SandboxError, SandboxLease
 from thundersync_jax.trajectory import Task, TrajectoryKey
 
@@ -90,17 +90,16 @@ def paced_tool(
       turn_tokens: of an emission and its observation together; at least `rollout.max_turn_tokens`.
       tool_delay_s: mean seconds of a tool call; 0 for none. tool_delay_sigma: of the logarithm.
     """
-    for name, value, least in (
-        ("num_words", num_words, 2),
-        ("prompt_tokens", prompt_tokens, 1),
-        ("num_turns", num_turns, 1),
-        ("turn_tokens", turn_tokens, 1),
-        ("tool_delay_s", tool_delay_s, 0),
-        ("tool_delay_sigma", tool_delay_sigma, 0),
-        ("num_tasks", num_tasks, 1),
-    ):
-        if not value >= least:
-            raise ValueError(f"paced_tool option {name} = {value!r}: expected at least {least}")
+    check_least(
+        "paced_tool",
+        num_words=(num_words, 2),
+        prompt_tokens=(prompt_tokens, 1),
+        num_turns=(num_turns, 1),
+        turn_tokens=(turn_tokens, 1),
+        tool_delay_s=(tool_delay_s, 0),
+        tool_delay_sigma=(tool_delay_sigma, 0),
+        num_tasks=(num_tasks, 1),
+    )
     return PacedToolSuite(
         num_words=num_words,
         prompt_tokens=prompt_tokens,

@@ -1,15 +1,17 @@
 """`RemotePolicyClient`: a `PolicyClient` of a `PolicyServer` in another process, over gRPC.
 
 Every turn is one call with a deadline, answered by one message. While the server is away a call
-waits for it until that deadline; one that was running when the server died fails at once. Sessions
-cost nothing there: each turn prefills its whole context again, and `release` only ends a turn that
-is in flight.
+waits for it until that deadline; one that was running when the server died fails at once, and its
+connection is given up before that is said, so that what is sent next waits for the next server.
+Sessions cost nothing there: each turn prefills its whole context again, and `release` only ends a
+turn that is in flight.
 Used from one asyncio loop; made and closed there by a main.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from typing import Any
 
@@ -29,6 +31,7 @@ _CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", -1),
     ("grpc.use_local_subchannel_pool", 1),
 )
+_GIVE_UP_S = 1.0  # the most that a broken connection may take to be known as one
 _NO_SLOT = -1  # the protocol has no field for the row that served a turn
 
 
@@ -75,6 +78,8 @@ class RemotePolicyClient:
             async for response in call:
                 columns += response.stream_content.samples[0].token_ids
         except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNAVAILABLE:
+                await self._give_up_connection()
             raise ServingError(self._explain(session, error)) from error
         except asyncio.CancelledError:
             task = asyncio.current_task()
@@ -100,6 +105,17 @@ class RemotePolicyClient:
         call = self._calls.get(session)
         if call is not None:
             call.cancel()
+
+    async def _give_up_connection(self) -> None:
+        """Returns once the channel is not ready, or is again: a call that is sent while it still
+        looks ready goes to the server that is gone.
+        """
+        ready, channel = grpc.ChannelConnectivity.READY, self._channel
+        # UsageError: the client was closed meanwhile.
+        with contextlib.suppress(TimeoutError, grpc.aio.UsageError):
+            async with asyncio.timeout(_GIVE_UP_S):
+                if channel is not None and channel.get_state() is ready:
+                    await channel.wait_for_state_change(ready)
 
     def _finish_reason(self, request: SampleRequest, token_ids: tuple[int, ...]) -> FinishReason:
         if token_ids and token_ids[-1] in request.sampling.stop_ids:
