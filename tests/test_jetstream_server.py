@@ -24,9 +24,9 @@ from thundersync_jax.errors import ConfigError
 from thundersync_jax.serving.jetstream_compat import jetstream_pb2, jetstream_pb2_grpc
 from thundersync_jax.serving.jetstream_server import DrivenEngine, FreeSlots, PolicyServer
 from thundersync_jax.serving.remote_client import RemotePolicyClient
+from thundersync_jax.serving.request_check import check_request
 from thundersync_jax.serving.supervision import is_serving, reserved_port
 from thundersync_jax.serving.wire import (
-    check_request,
     decode_request,
     decode_tokens,
     encode_request,

@@ -453,8 +453,10 @@ def test_bad_input_is_refused_by_name_and_nothing_changes():
 
 def test_bad_groups_are_refused():
     learner = shared_learner(8)
-    with pytest.raises(LearnerError, match="group_size 1 gives every advantage 0"):
+    with pytest.raises(LearnerError, match="group_size 1: expected at least 2"):
         learner.open_group("t", (1,), 1)  # LESSONS 9
+    with pytest.raises(LearnerError, match=r"group_size 2\.5: expected at least 2"):
+        learner.open_group("t", (1,), 2.5)
     with pytest.raises(LearnerError, match="at least one token"):
         learner.open_group("t", (), 2)
     with pytest.raises(LearnerError, match="prompt of 65 tokens exceeds"):

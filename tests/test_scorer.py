@@ -214,7 +214,7 @@ def test_a_session_has_one_request(scorer: ScoreClient) -> None:
         )
         assert isinstance(answers[0], ScoreResult)
         assert "index 0 already has a request" in str(answers[1])
-        with pytest.raises(ServingError, match="a row scores 2"):
+        with pytest.raises(ServingError, match="a row takes 2"):
             await ask(scorer, 1, (1,))
 
     run(main())

@@ -422,7 +422,7 @@ def test_a_context_that_does_not_append_is_refused_with_the_index() -> None:
     table.submit(make_turn(KEYS[0], (1, 2)), 0.0)
     [end] = run_all(table, device)
     assert end.result.token_ids == (next_token((1, 2)),)
-    with pytest.raises(ServingError, match=r"3 tokens its row holds at index 1"):
+    with pytest.raises(ServingError, match=r"at index 1 from the 3 tokens"):
         table.submit(make_turn(KEYS[0], (1, 5, 3, 4)), 1.0)
     table.submit(make_turn(KEYS[0], (1, 2, *end.result.token_ids)), 1.0)
 

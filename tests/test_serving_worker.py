@@ -211,7 +211,7 @@ def test_closing_refuses_turns_in_flight_and_later_ones() -> None:
         ]
         assert await asyncio.to_thread(engine.has_begun.wait, 60)
         closing = asyncio.create_task(asyncio.to_thread(worker.close))
-        while worker._commands.empty():
+        while worker._thread._commands.empty():
             await asyncio.sleep(0.001)
         engine.may_go.set()
         await closing

@@ -318,6 +318,8 @@ def test_a_corrupt_checkpoint_is_named_and_nothing_is_lost(finished: Path, tmp_p
     ("arguments", "message"),
     [
         (["--config.lerner.x=2"], "config has no key 'lerner'. Did you mean 'learner'?"),
+        (["--config.run.seed=x"], "flag --config.run.seed=x: expected an integer"),
+        (["--config.optimizer.learning_rate=x"], "learning_rate=x: expected a number"),
         (["--config.env.options.secret=2"], "config has no key 'secret'"),
         (["--config.run.group_size=1"], "config.run.group_size = 1: expected at least 2"),
         (["--config.run.seed=5"], "another configuration: run.seed: 0 -> 5"),

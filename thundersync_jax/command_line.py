@@ -97,6 +97,8 @@ def _parse_flags(argv: list[str]) -> list[str]:
 def _explain(error: Exception) -> str:
     """One paragraph about a flag that ml_collections or absl refused."""
     text = str(error.args[0] if error.args else error)
+    text = re.sub(r"invalid literal for int\(\).*", "expected an integer", text)
+    text = re.sub(r"could not convert string to float.*", "expected a number", text)
     if hint := re.search(r'Did you mean "(.+?)" instead of "(.+?)"', text):
         return f"config has no key {hint[2]!r}. Did you mean {hint[1]!r}?"
     key = re.search(r'Key "(.+?)" does not exist', text) or re.fullmatch(r"\W*(\w+)\W*", text)

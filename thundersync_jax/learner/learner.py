@@ -139,9 +139,9 @@ class Learner:
             raise LearnerError(
                 f"task {task_id!r}: a prompt is a list of at least one token id, got {prompt_ids!r}"
             )
-        if group_size < 2:
+        if group_size < 2 or group_size != int(group_size):
             raise LearnerError(
-                f"task {task_id!r}: group_size {group_size} gives every advantage 0: use at least 2"
+                f"task {task_id!r}: group_size {group_size}: expected at least 2, or no advantage"
             )
         self._check_ids(f"task {task_id!r}", prompt)
         if prompt.size > self._config.buckets[-1]:

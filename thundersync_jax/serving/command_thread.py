@@ -1,8 +1,8 @@
 """`CommandThread`: a thread that owns device state, and the queue through which others reach it.
 
 Invariants:
-  * Every command that `send` accepts is handed to the thread's loop or, once that has ended, to
-    `refuse`: none is lost.
+  * Every command that `send` accepts is applied by the thread's loop or, once that has ended, given
+    to `refuse`: none is lost. One whose application raises counts as applied.
   * An exception in the loop ends the thread; it is given to every later `send` and to `close`.
   * Futures are settled on their own event loop, which the thread never blocks.
 Owned by the client of a serving loop.
@@ -11,6 +11,7 @@ Owned by the client of a serving loop.
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import queue
 import threading
@@ -35,16 +36,15 @@ class CommandThread(Generic[Command]):
         refuse: Callable[[Iterable[Command], ServingError], None],
     ) -> None:
         """Args:
-        serve: the loop; it calls `take` between two device calls and returns at its None.
-        refuse: called once, in the thread, after the loop has ended: with the commands that it has
-          not seen, and the reason.
+        serve: the loop; it calls `apply_commands` between two device calls, and ends at its False.
+        refuse: called once, in the thread, after the loop has ended: with the commands that were
+          not applied, and the reason.
         """
         self._name = name
         self._timeout_s = timeout_s
         self._serve = serve
         self._refuse = refuse
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()  # None: close
-        self._unseen: list[Command] = []
         self._is_open = True  # commands are taken; changed under the lock, so that none is lost
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -70,17 +70,20 @@ class CommandThread(Generic[Command]):
                 raise ServingError(f"the {self._name} is not running: start() first, close() last")
             self._commands.put(command)
 
-    def take(self, *, wait: bool) -> list[Command] | None:
-        """What has arrived, waiting for it only when asked to; None ends the loop. For `serve`."""
-        taken: list[Command] = []
-        with contextlib.suppress(queue.Empty):
-            while True:
-                command = self._commands.get(block=wait and not taken)
-                if command is None:
-                    self._unseen = taken
-                    return None
-                taken.append(command)
-        return taken
+    def apply_commands(self, apply: Callable[[Command], None], *, wait_s: float | None) -> bool:
+        """Applies what has arrived, one by one; False ends the loop. For `serve`.
+
+        wait_s: how long the first may take to come; None: for ever.
+        """
+        while True:
+            try:
+                command = self._commands.get(wait_s != 0, wait_s)
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            apply(command)
+            wait_s = 0
 
     def _run(self) -> None:
         error = ServingError(f"the {self._name} was closed")
@@ -91,28 +94,32 @@ class CommandThread(Generic[Command]):
             error = ServingError(f"the {self._name} ended: {failure!r}")
         with self._lock:
             self._is_open = False
-        with contextlib.suppress(queue.Empty):
-            while True:
-                command = self._commands.get_nowait()
-                if command is not None:
-                    self._unseen.append(command)
-        self._refuse(self._unseen, error)
+        unseen = [self._commands.get() for _ in range(self._commands.qsize())]
+        self._refuse([command for command in unseen if command is not None], error)
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
             raise ServingError(f"the {self._name} ended: {self._failure!r}") from self._failure
 
 
-def settle(future: asyncio.Future[Result], answer: Result | ServingError) -> None:
-    """Hands an answer to the event loop that waits for it; the future may be done already."""
-    with contextlib.suppress(RuntimeError):  # a closed loop has no waiters left
-        future.get_loop().call_soon_threadsafe(_settle, future, answer)
+def settle(answers: Iterable[tuple[asyncio.Future[Result], Result | ServingError]]) -> None:
+    """Hands answers to the event loops that wait for them, each with one call.
+
+    A future may be done already.
+    """
+    by_loop = collections.defaultdict(list)
+    for future, answer in answers:
+        by_loop[future.get_loop()].append((future, answer))
+    for loop, settled in by_loop.items():
+        with contextlib.suppress(RuntimeError):  # a closed loop has no waiters left
+            loop.call_soon_threadsafe(_settle, settled)
 
 
-def _settle(future: asyncio.Future[Result], answer: Result | ServingError) -> None:
-    if future.done():
-        return
-    if isinstance(answer, ServingError):
-        future.set_exception(answer)
-    else:
-        future.set_result(answer)
+def _settle(answers: Iterable[tuple[asyncio.Future[Result], Result | ServingError]]) -> None:
+    for future, answer in answers:
+        if future.done():
+            continue
+        if isinstance(answer, ServingError):
+            future.set_exception(answer)
+        else:
+            future.set_result(answer)

@@ -4,7 +4,7 @@ The Driver's prefill, generate and detokenize threads drive a `DrivenEngine`. Se
 every turn is a prefill of its whole context. Weights do not change while the server runs.
 
 Invariants:
-  * Nothing reaches a Driver thread that `wire.check_request` refuses: an exception there ends the
+  * Nothing reaches a Driver thread that `check_request` refuses: an exception there ends the
     server, since its state is unknown. The requests that were open are told why, later ones are
     refused, and `failure` says it to the owner, who ends the process.
   * A client that vanished or ran over time gives its slot back at the next result of its row;
@@ -28,7 +28,8 @@ import numpy as np
 
 from thundersync_jax.serving.engine import PolicyEngine, PrefillInput
 from thundersync_jax.serving.jetstream_compat import make_server, orchestrator, tokenizer_api
-from thundersync_jax.serving.wire import COLUMNS_PER_TOKEN, check_request, decode_request
+from thundersync_jax.serving.request_check import check_request
+from thundersync_jax.serving.wire import COLUMNS_PER_TOKEN, decode_request
 from thundersync_jax.transport.client import ServingError
 from thundersync_jax.transport.messages import SampleRequest
 

@@ -18,6 +18,7 @@ import dataclasses
 import enum
 from collections.abc import Sequence
 
+from thundersync_jax.serving.request_check import check_context
 from thundersync_jax.trajectory import TrajectoryKey
 from thundersync_jax.transport.client import ServingError
 from thundersync_jax.transport.messages import ScoreRequest, ScoreResult
@@ -206,26 +207,11 @@ class ScoreTable:
 
     def _check(self, request: ScoreRequest, known: tuple[int, ...]) -> None:
         key, asked, first = request.session, request.context_ids, request.first
-        if asked[: len(known)] != known:
-            pairs = enumerate(zip(asked, known, strict=False))
-            at = next((i for i, (a, b) in pairs if a != b), len(asked))
-            raise ServingError(
-                f"{key}: context_ids differ at index {at} from the {len(known)} tokens that the "
-                "session has scored; a request may only append. Release the session to start over"
-            )
-        if not 2 <= len(asked) <= self._row_length:
-            raise ServingError(
-                f"{key}: a context of {len(asked)} tokens; a row scores 2 to {self._row_length} "
-                "(model.max_context)"
-            )
+        check_context(
+            key, asked, known, row_length=self._row_length, vocab_size=self._vocab_size, least=2
+        )
         if not 1 <= first < len(asked):
             raise ServingError(
                 f"{key}: first = {first} in a context of {len(asked)} tokens; expected 1 to "
                 f"{len(asked) - 1}: nothing precedes token 0"
-            )
-        new = asked[len(known) :]
-        if new and not 0 <= min(new) <= max(new) < self._vocab_size:
-            raise ServingError(
-                f"{key}: token ids from {min(new)} to {max(new)} are outside the vocabulary of "
-                f"{self._vocab_size}"
             )

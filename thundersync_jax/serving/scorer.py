@@ -226,14 +226,12 @@ class Scorer:
     def _serve(self) -> None:
         assert self._empty_cache is not None
         cache = self._empty_cache()
-        while (commands := self._thread.take(wait=not self._table.has_work)) is not None:
-            for command in commands:
-                self._apply(command)
+        while self._thread.apply_commands(self._apply, wait_s=0 if self._table.has_work else None):
             if self._table.has_work:
                 cache = self._run_round(cache)
                 version = self._weights.current().version
-                for scored in self._table.finish(version, time.monotonic()):
-                    settle(self._futures.pop(scored.scoring), scored.result)
+                finished = self._table.finish(version, time.monotonic())
+                settle([(self._futures.pop(scored.scoring), scored.result) for scored in finished])
 
     def _run_round(self, cache: KVCache) -> KVCache:
         """One piece of every session that has a row; all calls start before one is waited for."""
@@ -268,7 +266,7 @@ class Scorer:
                 scoring = self._table.close(command.session)
                 if scoring is not None:
                     error = ServingError(f"{command.session} was released while it was scored")
-                    settle(self._futures.pop(scoring), error)
+                    settle([(self._futures.pop(scoring), error)])
             case _Publish():
                 try:
                     self._weights.publish(command.params, command.version)
@@ -283,18 +281,17 @@ class Scorer:
             self._weights.current()
             self._table.submit(command.scoring, time.monotonic())
         except ServingError as error:
-            settle(command.future, error)
+            settle([(command.future, error)])
         else:
             self._futures[command.scoring] = command.future
 
     def _refuse(self, unseen: Iterable[_Command], error: ServingError) -> None:
-        for future in self._futures.values():
-            settle(future, error)
+        settle([(future, error) for future in self._futures.values()])
         self._futures.clear()
         for command in unseen:
             match command:
                 case _Submit():
-                    settle(command.future, error)
+                    settle([(command.future, error)])
                 case _Publish():
                     command.outcome.put(error)
 

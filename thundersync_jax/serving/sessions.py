@@ -10,14 +10,11 @@ import dataclasses
 import enum
 from collections.abc import Callable, Sequence
 
-from thundersync_jax.serving.decode_state import MAX_STOP_IDS
 from thundersync_jax.trajectory import TrajectoryKey
-from thundersync_jax.transport.client import ServingError
 from thundersync_jax.transport.messages import (
     FinishReason,
     SampleRequest,
     SampleResult,
-    SamplingParams,
 )
 
 Decode = Callable[[Sequence[int]], str]
@@ -121,60 +118,4 @@ class Session:
             slot=self.slot,
             started_s=turn.started_s,
             ended_s=now_s,
-        )
-
-
-def check_request(
-    request: SampleRequest,
-    known: tuple[int, ...],
-    *,
-    row_length: int,
-    vocab_size: int,
-    decode: Decode | None,
-) -> None:
-    """Raises ServingError for a turn that cannot follow the `known` tokens of its session."""
-    key, asked = request.session, request.context_ids
-    _check_sampling(key, request.sampling, decode)
-    if asked[: len(known)] != known:
-        raise ServingError(
-            f"{key}: context_ids differ from the {len(known)} tokens its row holds at "
-            f"index {_first_difference(asked, known)}; a turn may only append. Release the "
-            "session to start over"
-        )
-    if not 0 < len(asked) <= row_length:
-        raise ServingError(
-            f"{key}: a context of {len(asked)} tokens; a row holds 1 to {row_length} "
-            "(model.max_context)"
-        )
-    new = asked[len(known) :]
-    if new and not 0 <= min(new) <= max(new) < vocab_size:
-        raise ServingError(
-            f"{key}: token ids from {min(new)} to {max(new)} are outside the vocabulary of "
-            f"{vocab_size}"
-        )
-
-
-def _first_difference(a: Sequence[int], b: Sequence[int]) -> int:
-    pairs = enumerate(zip(a, b, strict=False))
-    return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))
-
-
-def _check_sampling(key: TrajectoryKey, sampling: SamplingParams, decode: Decode | None) -> None:
-    is_possible = (
-        sampling.max_tokens >= 1
-        and sampling.temperature >= 0
-        and sampling.top_k >= 0
-        and 0 < sampling.top_p <= 1
-        and len(sampling.stop_ids) <= MAX_STOP_IDS
-        and all(sampling.stop_strings)
-    )
-    if not is_possible:
-        raise ServingError(
-            f"{key}: {sampling} cannot be served: expected max_tokens >= 1, temperature >= 0, "
-            f"top_k >= 0, 0 < top_p <= 1, at most {MAX_STOP_IDS} stop_ids and no empty stop string"
-        )
-    if sampling.stop_strings and decode is None:
-        raise ServingError(
-            f"{key}: stop_strings = {sampling.stop_strings!r} need text, and this server has ids "
-            "only: give ServingWorker a decode function, or ask for stop_ids"
         )

@@ -24,8 +24,9 @@ from collections.abc import Sequence
 
 from thundersync_jax.model.kv_cache import KVCache
 from thundersync_jax.serving.decode_state import Piece, Sampled
+from thundersync_jax.serving.request_check import check_request
 from thundersync_jax.serving.rows import RowDevice, RowStore
-from thundersync_jax.serving.sessions import Decode, Session, Turn, TurnState, check_request
+from thundersync_jax.serving.sessions import Decode, Session, Turn, TurnState
 from thundersync_jax.trajectory import TrajectoryKey
 from thundersync_jax.transport.client import ServingError
 from thundersync_jax.transport.messages import FinishReason, SampleResult, ServingStatistics
@@ -130,7 +131,7 @@ class SlotTable:
             session.token_ids,
             row_length=self._row_length,
             vocab_size=self._vocab_size,
-            decode=self._decode,
+            has_text=self._decode is not None,
         )
         turn.submitted_s = now_s
         session.turn = turn

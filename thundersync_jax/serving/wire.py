@@ -5,29 +5,24 @@
   * DecodeResponse: one message a turn; `token_ids` holds three int32 a token, which are id, bits of
     the float32 log-probability, and policy version.
 
-`check_request` is the one place that says which requests can be served. Used by the server, which
-trusts no client, and by `remote_client.py`.
+Used by the server, which trusts no client, and by `remote_client.py`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from thundersync_jax.serving.decode_state import MAX_STOP_IDS
 from thundersync_jax.serving.jetstream_compat import jetstream_pb2
 from thundersync_jax.trajectory import TrajectoryKey
 from thundersync_jax.transport.client import ServingError
 from thundersync_jax.transport.messages import SampleRequest, SamplingParams
 
 COLUMNS_PER_TOKEN = 3  # id, bits of the log-probability, policy version
-
-_INT32_MAX = 2**31 - 1
 
 
 def encode_request(request: SampleRequest) -> Any:
@@ -93,39 +88,6 @@ def decode_tokens(columns: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     rows = np.asarray(columns, np.int32).reshape(-1, COLUMNS_PER_TOKEN)
     logprobs = np.ascontiguousarray(rows[:, 1]).view(np.float32)
     return tuple(rows[:, 0].tolist()), tuple(logprobs.tolist()), tuple(rows[:, 2].tolist())
-
-
-def check_request(request: SampleRequest, *, row_length: int, vocab_size: int) -> None:
-    """Raises ServingError, which names the session, for what no slot can serve."""
-    asked, sampling = request.context_ids, request.sampling
-    if not 0 < len(asked) <= row_length:
-        raise ServingError(
-            f"{request.session}: a context of {len(asked)} tokens; a row holds 1 to {row_length} "
-            "(model.max_context)"
-        )
-    if not 0 <= min(asked) <= max(asked) < vocab_size:
-        raise ServingError(
-            f"{request.session}: token ids from {min(asked)} to {max(asked)} are outside the "
-            f"vocabulary of {vocab_size}"
-        )
-    if sampling.stop_strings:
-        raise ServingError(
-            f"{request.session}: stop_strings = {sampling.stop_strings!r} need text, and this "
-            "server has ids only: ask for stop_ids"
-        )
-    is_possible = (
-        1 <= sampling.max_tokens <= _INT32_MAX
-        and 0 <= sampling.temperature < math.inf
-        and 0 <= sampling.top_k <= _INT32_MAX
-        and 0 < sampling.top_p <= 1
-        and len(sampling.stop_ids) <= MAX_STOP_IDS
-        and all(0 <= stop_id <= _INT32_MAX for stop_id in sampling.stop_ids)
-    )
-    if not is_possible:
-        raise ServingError(
-            f"{request.session}: {sampling} cannot be served: expected max_tokens >= 1, a finite "
-            f"temperature >= 0, top_k >= 0, 0 < top_p <= 1 and at most {MAX_STOP_IDS} stop_ids"
-        )
 
 
 def _exactly(kind: type, value: Any) -> Any:

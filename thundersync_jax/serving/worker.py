@@ -19,12 +19,12 @@ import asyncio
 import contextlib
 import dataclasses
 import queue
-import threading
 import time
 from collections.abc import Iterable
 
 from thundersync_jax.model.transformer import Params
 from thundersync_jax.serving.batch import DecodeBatch
+from thundersync_jax.serving.command_thread import CommandThread, settle
 from thundersync_jax.serving.engine import PolicyEngine
 from thundersync_jax.serving.sessions import Decode, Turn, TurnState
 from thundersync_jax.serving.slots import Finished, SlotTable
@@ -36,7 +36,6 @@ from thundersync_jax.transport.messages import SampleRequest, SampleResult, Serv
 PATIENCE = 0.25
 
 _Future = asyncio.Future[SampleResult]
-_Answer = tuple[_Future, SampleResult | ServingError]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,11 +59,7 @@ class _Publish:
     refusal: queue.SimpleQueue[ServingError | None]
 
 
-class _Close:
-    """Ends the thread."""
-
-
-_Command = _Submit | _Release | _Publish | _Close
+_Command = _Submit | _Release | _Publish
 
 
 class ServingWorker:
@@ -78,7 +73,6 @@ class ServingWorker:
         serving = engine.serving
         self._engine = engine
         self._timeout_s = serving.request_timeout_s
-        self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._batch = DecodeBatch(engine)
         self._table = SlotTable(
             self._batch,
@@ -94,10 +88,12 @@ class ServingWorker:
         self._publishing: _Publish | None = None
         self._held: list[Turn] = []  # of new sessions, while new weights wait
         self._futures: dict[Turn, _Future] = {}
-        self._is_open = True  # commands are taken; changed under the lock, so that none is lost
-        self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._run, name="decode", daemon=True)
-        self._failure: BaseException | None = None
+        self._thread: CommandThread[_Command] = CommandThread(
+            name="decode thread",
+            timeout_s=self._timeout_s,
+            serve=self._serve,
+            refuse=self._refuse,
+        )
 
     @property
     def num_decoding(self) -> int:
@@ -114,13 +110,7 @@ class ServingWorker:
 
     def close(self) -> None:
         """Ends the thread, failing turns in flight; raises what the thread died of."""
-        with contextlib.suppress(ServingError):
-            self._send(_Close())
-        if self._thread.ident is not None:
-            self._thread.join(self._timeout_s)
-            if self._thread.is_alive():
-                raise ServingError(f"the decode thread did not end within {self._timeout_s} s")
-        self._raise_failure()
+        self._thread.close()
 
     def publish(self, params: Params, version: int) -> None:
         """Copies new weights into the engine, once the open sessions are released.
@@ -133,7 +123,7 @@ class ServingWorker:
         refusal: queue.SimpleQueue[ServingError | None] = queue.SimpleQueue()
         deadline_s = time.monotonic() + patience_s
         command = _Publish(params=params, version=version, deadline_s=deadline_s, refusal=refusal)
-        self._send(command)
+        self._thread.send(command)
         try:
             error = refusal.get(timeout=patience_s + self._timeout_s)
         except queue.Empty:
@@ -151,7 +141,7 @@ class ServingWorker:
     async def sample(self, request: SampleRequest) -> SampleResult:
         """Samples one turn. Its cancellation or deadline closes the session and frees its slot."""
         turn, future = Turn(request=request), asyncio.get_running_loop().create_future()
-        self._send(_Submit(turn=turn, future=future))
+        self._thread.send(_Submit(turn=turn, future=future))
         try:
             async with asyncio.timeout(self._timeout_s):
                 return await future
@@ -168,33 +158,13 @@ class ServingWorker:
     async def release(self, session: TrajectoryKey) -> None:
         """Frees the session's row; a turn in flight gets a ServingError."""
         with contextlib.suppress(ServingError):  # a worker that ended holds no rows
-            self._send(_Release(session=session))
-
-    def _send(self, command: _Command) -> None:
-        with self._lock:
-            self._raise_failure()
-            if not (self._is_open and self._thread.is_alive()):
-                raise ServingError("the decode thread is not running: start() first, close() last")
-            self._commands.put(command)
-
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise ServingError(f"the decode thread ended: {self._failure!r}") from self._failure
+            self._thread.send(_Release(session=session))
 
     # Below: the decode thread.
 
-    def _run(self) -> None:
-        reason = "the serving worker was closed"
-        try:
-            self._serve()
-        except BaseException as error:  # outermost frame: kept for every waiter and for the owner
-            self._failure = error
-            reason = f"the decode thread ended: {error!r}"
-        self._refuse_everything(reason)
-
     def _serve(self) -> None:
         self._batch.start()
-        while self._apply_commands():
+        while self._thread.apply_commands(self._apply, wait_s=self._idle_s()):
             began_s = time.monotonic()
             self._advance_publish(began_s)
             self._answer(self._table.start_turns(began_s))
@@ -215,24 +185,14 @@ class ServingWorker:
             self._table.extended(pieces)
             num_calls += 1
 
-    def _apply_commands(self) -> bool:
-        """Applies what has arrived, waiting for it only when there is nothing to do."""
-        timeout_s = self._idle_s()
-        while True:
-            try:
-                command = self._commands.get(timeout_s != 0, timeout_s)
-            except queue.Empty:
-                return True
-            timeout_s = 0
-            match command:
-                case _Submit():
-                    self._submit(command)
-                case _Release():
-                    self._release(command.session)
-                case _Publish():
-                    self._publish(command)
-                case _Close():
-                    return False
+    def _apply(self, command: _Command) -> None:
+        match command:
+            case _Submit():
+                self._submit(command)
+            case _Release():
+                self._release(command.session)
+            case _Publish():
+                self._publish(command)
 
     def _idle_s(self) -> float | None:
         """How long there is nothing to do unless a command comes; None: for ever."""
@@ -312,41 +272,20 @@ class ServingWorker:
             self._admit(turn)
 
     def _settle(self, turn: Turn, answer: SampleResult | ServingError) -> None:
-        _settle_on_loop([(self._futures.pop(turn), answer)])
+        settle([(self._futures.pop(turn), answer)])
 
     def _answer(self, finished: Iterable[Finished]) -> None:
-        _settle_on_loop([(self._futures.pop(f.turn), f.result) for f in finished])
+        settle([(self._futures.pop(ended.turn), ended.result) for ended in finished])
 
-    def _refuse_everything(self, reason: str) -> None:
-        with self._lock:
-            self._is_open = False
-        _settle_on_loop([(future, ServingError(reason)) for future in self._futures.values()])
+    def _refuse(self, unseen: Iterable[_Command], error: ServingError) -> None:
+        settle([(future, error) for future in self._futures.values()])
         self._futures.clear()
         self._batch.close()
         if self._publishing is not None:
-            self._publishing.refusal.put(ServingError(reason))
-        with contextlib.suppress(queue.Empty):
-            while True:
-                match self._commands.get_nowait():
-                    case _Submit(future=future):
-                        _settle_on_loop([(future, ServingError(reason))])
-                    case _Publish(refusal=refusal):
-                        refusal.put(ServingError(reason))
-
-
-def _settle_on_loop(answers: list[_Answer]) -> None:
-    """Hands a batch of answers to the event loop that waits for them."""
-    if answers:
-        # A closed loop has no waiters left.
-        with contextlib.suppress(RuntimeError):
-            answers[0][0].get_loop().call_soon_threadsafe(_settle, answers)
-
-
-def _settle(answers: list[_Answer]) -> None:
-    for future, answer in answers:
-        if future.done():
-            continue
-        if isinstance(answer, ServingError):
-            future.set_exception(answer)
-        else:
-            future.set_result(answer)
+            self._publishing.refusal.put(error)
+        for command in unseen:
+            match command:
+                case _Submit():
+                    settle([(command.future, error)])
+                case _Publish():
+                    command.refusal.put(error)
