@@ -21,7 +21,8 @@ def get_config() -> ConfigDict:
     config.model.max_context = 24  # <bos> and ten turns of probe and answer
     config.learner.buckets = (12, 24)
     config.learner.pool_size = 8
-    config.learner.advantage = "dr_grpo"  # small differences among solved attempts stay small
+    config.learner.objective = "dr_grpo"  # small differences among solved attempts stay small
+    config.learner.objective_options = ConfigDict({"normalizer": "token_mean"})
     config.optimizer.learning_rate = 1e-3
     config.optimizer.schedule = "cosine"
     config.optimizer.decay_steps = config.run.num_steps

@@ -29,7 +29,7 @@ from thundersync_jax.learner.programs import (
     Shapes,
     Whole,
 )
-from thundersync_jax.learner.streaming import ScoreSettings
+from thundersync_jax.learner.score import ScoreSettings
 from thundersync_jax.model.presets import TransformerConfig, preset
 from thundersync_jax.sharding import MeshShape, make_mesh
 

@@ -24,8 +24,9 @@ from thundersync_jax.learner.groups import LearnerError
 from thundersync_jax.learner.learner import OpenGroupsError
 from thundersync_jax.learner.optimizer import learning_rate_schedule, make_optimizer
 from thundersync_jax.learner.reference import reference_gradient
+from thundersync_jax.learner.score import ScoreSettings, score
 from thundersync_jax.learner.statistics import LogprobGapError, NonFiniteGradientError
-from thundersync_jax.learner.streaming import ScoreSettings, score
+from thundersync_jax.losses.objectives import grpo
 from thundersync_jax.trajectory import TrajectoryBuilder, TrajectoryError, TrajectoryTokens
 
 MODEL = lc.tiny()
@@ -36,7 +37,7 @@ def score_of(settings, params, example, bucket, targets=None):
     lanes = pad_lanes([[LaneItem(examples=(example,))]], 1, bucket).replace(num_lanes=None)
     lane = jax.tree.map(lambda x: x[0, 0], lanes)
     lane = lane if targets is None else lane.replace(targets=targets)
-    return score(settings, params, None, lane)[0]
+    return score(settings, params, None, lane)[0][0]
 
 
 def report_of(learner):
@@ -158,7 +159,7 @@ def test_reference_equals_finite_differences_of_the_objective():
         model, cases = lc.tiny("float64"), lc.random_batch(3, num_groups=1, size=3)
         params = lc.init_params(model, 0)
         examples = [
-            make_example(np.asarray(cases[0].prompt, np.int32), t, "token_mean")
+            make_example(np.asarray(cases[0].prompt, np.int32), t, grpo())
             for t in cases[0].trajectories
         ]
         advantages = [0.5, -1.0, 0.25]
@@ -332,14 +333,19 @@ def test_token_mean_is_the_mean_over_all_tokens_that_arrived():
     long = one_group((1.0, 0.0), length=30)[0].trajectories[0]
     cases = [dataclasses.replace(cases[0], trajectories=(cases[0].trajectories[0], long))]
     lc.enqueue(learner, cases)
-    assert learner._denominator() == 32
+    assert learner._denominators() == [32]
     want = lc.reference(MODEL, learner.state.params, cases, LearnerSection())
     assert lc.rel_l2(learner.gradient(), want) <= 1e-5
     assert learner.update().action_tokens == 32
 
 
 @pytest.mark.parametrize(
-    "changes", [{"normalizer": "trajectory_mean"}, {"tis_cap": 1.5}, {"advantage": "dr_grpo"}]
+    "changes",
+    [
+        {"objective_options": {"normalizer": "trajectory_mean"}},
+        {"objective_options": {"tis_cap": 1.5}},
+        {"objective": "dr_grpo", "objective_options": {"normalizer": "token_mean"}},
+    ],
 )
 def test_options_agree_with_the_reference(changes):
     learner, cases = (
@@ -370,7 +376,7 @@ def test_observation_targets_do_not_reach_the_gradient():
     builder.append_action([3, 4], [-1.0, -1.0], [0, 0])
     builder.append_observation([5, 6, 7])
     kept = builder.build()
-    example = make_example(np.asarray([1, 2], np.int32), kept, "token_mean")
+    example = make_example(np.asarray([1, 2], np.int32), kept, grpo())
     assert example.targets.tolist() == [2, 3, 4]  # trimmed after the last action token
     assert example.weights.tolist() == [0.0, 1.0, 1.0]
     settings_ = ScoreSettings(model=MODEL)
@@ -383,7 +389,7 @@ def test_observation_targets_do_not_reach_the_gradient():
 
 def test_padding_and_bucket_do_not_change_the_example():
     example = make_example(
-        np.asarray([1], np.int32), lc.random_tokens(np.random.default_rng(0), 2), "token_mean"
+        np.asarray([1], np.int32), lc.random_tokens(np.random.default_rng(0), 2), grpo()
     )
     settings_, params = ScoreSettings(model=MODEL), lc.init_params(MODEL, 0)
     values = [score_of(settings_, params, example, bucket) for bucket in (16, 64)]
@@ -480,7 +486,9 @@ def test_a_non_finite_gradient_names_its_trajectory_and_never_reaches_the_optimi
 
 def test_a_sampler_of_other_weights_stops_the_run_unless_it_is_weighted():
     for tis_cap in (0.0, 2.0):
-        learner = lc.make_learner(MODEL, max_logprob_gap=0.5, tis_cap=tis_cap)
+        learner = lc.make_learner(
+            MODEL, max_logprob_gap=0.5, objective_options={"tis_cap": tis_cap}
+        )
         builder = TrajectoryBuilder()
         builder.append_action([3, 4], [-9.0, -2.5], [0, 0])
         lc.enqueue(

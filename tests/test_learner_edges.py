@@ -12,6 +12,8 @@ from thundersync_jax.learner.memory import MemoryPlanError
 from thundersync_jax.learner.statistics import NonFiniteGradientError
 from thundersync_jax.trajectory import TrajectoryBuilder, TrajectoryError, check_reward
 
+DR_GRPO = {"objective": "dr_grpo", "objective_options": {"normalizer": "token_mean"}}
+
 
 def group_of_two(learner, *, is_ahead: bool, rewards: tuple[float, float]) -> None:
     """A group whose gradients are computed before its verdicts, or after."""
@@ -40,7 +42,7 @@ def test_equal_rewards_change_nothing_whenever_their_gradients_were_computed(is_
 
 
 def test_an_overflowed_step_stays_refused_until_it_is_abandoned():
-    learner = lc.make_learner(lc.tiny(), buckets=(64,), pool_size=0, advantage="dr_grpo")
+    learner = lc.make_learner(lc.tiny(), buckets=(64,), pool_size=0, **DR_GRPO)
     group_of_two(learner, is_ahead=False, rewards=(1e30, -1e30))
     for _ in range(2):
         with pytest.raises(NonFiniteGradientError, match=r"norm inf.*abandon"):

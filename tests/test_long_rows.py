@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from thundersync_jax.learner.buckets import Example, LaneItem, Lanes, pad_lanes
-from thundersync_jax.learner.streaming import ScoreSettings, score
+from thundersync_jax.learner.score import ScoreSettings, score
 from thundersync_jax.model import attention
 from thundersync_jax.model.presets import TransformerConfig
 from thundersync_jax.model.transformer import abstract_params, init_params
@@ -44,7 +44,7 @@ def example(rng: np.random.Generator, length: int) -> Example:
 @functools.partial(jax.jit, static_argnums=0)
 def gradient(model: TransformerConfig, params, lane: Lanes):
     settings = ScoreSettings(model=model, logprob_chunk=2048)
-    return jax.grad(lambda p: score(settings, p, None, lane)[0])(params)
+    return jax.grad(lambda p: score(settings, p, None, lane)[0][0])(params)
 
 
 @pytest.mark.parametrize("prefix", [0, 5])

@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thundersync_jax.losses.advantages import EPS, group_moments
-from thundersync_jax.losses.logprobs import token_logprobs
-from thundersync_jax.losses.score import token_weights, trajectory_score
+from thundersync_jax.losses import advantages as adv
+from thundersync_jax.losses.logprobs import token_logprobs, token_logprobs_and_entropy
+from thundersync_jax.losses.normalizers import Kind, Normalizer
+from thundersync_jax.losses.objective import Tokens, lane_sums, token_weights
+from thundersync_jax.losses.objectives import grpo
 
 
 def dense_logprobs(hidden, kernel, targets, temperature):
@@ -64,62 +66,107 @@ def test_chunked_gradient_never_holds_all_logits():
     assert temporaries(128) < all_logits
 
 
-def test_moments_of_a_hand_computed_group():
-    moments = group_moments([1.0, 3.0, 2.0], "grpo")
-    std = np.sqrt(2 / 3)
-    assert moments.mean == 2.0
-    assert moments.scale == pytest.approx(std + EPS, abs=1e-15)
-    assert [moments.advantage(r) for r in (1.0, 3.0, 2.0)] == pytest.approx(
-        [-1 / (std + EPS), 1 / (std + EPS), 0.0]
-    )
-    assert group_moments([1.0, 3.0, 2.0], "dr_grpo").advantage(3.0) == 1.0
+@pytest.mark.parametrize("chunk", [1, 7, 16, 50, 51, 1000])
+def test_chunked_entropy_equals_the_dense_one_and_its_finite_differences(chunk):
+    rng = np.random.default_rng(2)
+    hidden, kernel = rng.normal(size=(5, 6)) * 3, rng.normal(size=(6, 51)) * 3
+    direction, targets = rng.normal(size=kernel.shape), rng.integers(0, 51, 5)
+
+    def dense(kernel):
+        logits = (hidden @ kernel) / 0.7
+        logprobs = logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
+        return -(np.exp(logprobs) * logprobs).sum(-1)
+
+    def entropy(kernel):
+        return token_logprobs_and_entropy(
+            jnp.asarray(hidden), kernel, targets, temperature=0.7, chunk=chunk
+        )[1]
+
+    with jax.enable_x64(True):
+        got = entropy(jnp.asarray(kernel))
+        gradient = jax.grad(lambda k: jnp.sum(entropy(k)))(jnp.asarray(kernel))
+    np.testing.assert_allclose(got, dense(kernel), rtol=1e-9, atol=1e-12)
+    step = 1e-6 * direction
+    slope = (dense(kernel + step).sum() - dense(kernel - step).sum()) / 2e-6
+    np.testing.assert_allclose(np.sum(np.asarray(gradient) * direction), slope, rtol=1e-6)
+
+
+REWARDS = np.asarray([1.0, 3.0, 2.0])
+
+
+def test_advantages_of_a_hand_computed_group():
+    std = np.sqrt(2 / 3) + adv.EPS
+    np.testing.assert_allclose(adv.standardized(REWARDS), [-1 / std, 1 / std, 0.0], rtol=1e-15)
+    assert adv.centered(REWARDS).tolist() == [-1.0, 1.0, 0.0]
+    assert adv.leave_one_out(REWARDS).tolist() == [-1.5, 1.5, 0.0]  # 1 - (3 + 2) / 2, ...
+    assert adv.as_graded(REWARDS).tolist() == [1.0, 3.0, 2.0]
+
+
+ADVANTAGES = [adv.standardized, adv.centered, adv.leave_one_out, adv.as_graded]
 
 
 @given(
-    rewards=st.lists(st.floats(-10, 10), min_size=2, max_size=8),
+    rewards=st.lists(st.floats(-10, 10), min_size=1, max_size=8),
     scores=st.lists(st.floats(-10, 10), min_size=8, max_size=8),
     center=st.floats(-10, 10),
-    kind=st.sampled_from(["grpo", "dr_grpo"]),
+    kind=st.sampled_from(ADVANTAGES),
 )
 @settings(deadline=None)
 def test_reward_linear_form_equals_the_advantages_for_every_center(rewards, scores, center, kind):
     """sum A_i g_i = a G1 + b G2 with G1 = sum (r_i - c) g_i, G2 = sum g_i (DESIGN, section 2)."""
-    moments = group_moments(rewards, kind)
+    values = np.asarray(rewards)
+    line = adv.affine_advantage(values, kind(values))
     pairs = list(zip(rewards, scores, strict=False))
-    direct = sum(moments.advantage(r) * g for r, g in pairs)
-    a, b = moments.closing_coefficients(center)
+    direct = sum(a * g for a, (_, g) in zip(kind(values), pairs, strict=True))
+    a, b = line.closing_coefficients(center)
     streamed = a * sum((r - center) * g for r, g in pairs) + b * sum(g for _, g in pairs)
-    # Cancellation grows with |a| = 1 / scale, which may be 1 / EPS.
+    # Cancellation grows with |a| = 1 / std, which may be 1 / EPS.
     assert streamed == pytest.approx(direct, abs=1e-10 * max(1.0, abs(a)))
 
 
 @pytest.mark.parametrize("rewards", [[], [0.3], [0.1] * 5, [1e9 + 0.1] * 3])
-def test_equal_rewards_have_no_advantage_at_all(rewards):
-    moments = group_moments(rewards, "grpo")
-    assert moments.is_zero_variance
-    assert moments.closing_coefficients(0.7) == (0.0, 0.0)
-    assert [moments.advantage(r) for r in rewards] == [0.0] * len(rewards)
+@pytest.mark.parametrize("kind", ADVANTAGES[:3])
+def test_equal_rewards_have_no_advantage_at_all(rewards, kind):
+    values = np.asarray(rewards, np.float64)
+    assert kind(values).tolist() == [0.0] * len(rewards)
+    line = adv.affine_advantage(values, kind(values))
+    assert line.closing_coefficients(0.7) == (0.0, 0.0)
+
+
+def tokens_of(logprobs, behavior, mask, **others):
+    arrays = {name: jnp.asarray(values) for name, values in others.items()}
+    return Tokens(
+        logprobs=jnp.asarray(logprobs),
+        behavior_logprobs=jnp.asarray(behavior),
+        action_mask=jnp.asarray(mask),
+        segment_ids=jnp.ones(len(mask), jnp.int32),
+        **arrays,
+    )
 
 
 def test_truncated_importance_weight_of_a_hand_computed_score():
-    logprobs = jnp.asarray([-1.0, -2.0, -3.0])
-    behavior = jnp.asarray([-1.5, -1.0, -9.0])  # ratios e^0.5, e^-1, masked
-    weights = jnp.asarray([1.0, 1.0, 0.0])
-    value, gradient = jax.value_and_grad(trajectory_score)(logprobs, behavior, weights, 1.2)
+    # Ratios e^0.5, e^-1, masked.
+    tokens = tokens_of([-1.0, -2.0, -3.0], [-1.5, -1.0, -9.0], [True, True, False])
+    objective, weights = grpo(tis_cap=1.2), jnp.asarray([1.0, 1.0, 0.0])
+    value, gradient = jax.value_and_grad(
+        lambda x: lane_sums(objective, tokens.replace(logprobs=x), weights, None)[0]
+    )(tokens.logprobs)
     np.testing.assert_allclose(gradient, [1.2, np.exp(-1.0), 0.0], rtol=1e-6)
     np.testing.assert_allclose(value, 1.2 * -1.0 + np.exp(-1.0) * -2.0, rtol=1e-6)
 
 
-def test_masked_positions_may_hold_anything():
-    logprobs = jnp.asarray([-1.0, -jnp.inf])
-    value, gradient = jax.value_and_grad(trajectory_score)(
-        logprobs, jnp.asarray([-1.0, 0.0]), jnp.asarray([1.0, 0.0]), 0.0
-    )
+@pytest.mark.parametrize("anything", [-jnp.inf, jnp.nan])
+def test_masked_positions_may_hold_anything(anything):
+    tokens = tokens_of([-1.0, anything], [-1.0, anything], [True, False])
+    value, gradient = jax.value_and_grad(
+        lambda x: lane_sums(grpo(), tokens.replace(logprobs=x), jnp.asarray([1.0, 0.0]), None)[0]
+    )(tokens.logprobs)
     assert (value, gradient.tolist()) == (-1.0, [1.0, 0.0])
 
 
 def test_weights_follow_the_normalizer():
-    mask = np.asarray([True, False, True, True])
-    assert token_weights(mask, "token_mean").tolist() == [1, 0, 1, 1]
-    np.testing.assert_allclose(token_weights(mask, "trajectory_mean"), [1 / 3, 0, 1 / 3, 1 / 3])
-    assert token_weights(np.zeros(3, bool), "trajectory_mean").tolist() == [0, 0, 0]
+    mask, mean = np.asarray([True, False, True, True]), grpo(normalizer="trajectory_mean")
+    assert token_weights(grpo(), mask).tolist() == [1, 0, 1, 1]
+    np.testing.assert_allclose(token_weights(mean, mask), np.asarray([1, 0, 1, 1]) / 3, rtol=1e-7)
+    assert token_weights(mean, np.zeros(3, bool)).tolist() == [0, 0, 0]
+    assert Normalizer(kind=Kind.GROUP_TOKEN_MEAN).group_scale(8) == 0.125

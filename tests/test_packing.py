@@ -19,6 +19,7 @@ from thundersync_jax.learner.statistics import NonFiniteGradientError
 from thundersync_jax.trajectory import TrajectoryBuilder
 
 LADDER = (4, 8, 16, 32)
+TIS = {"objective_options": {"tis_cap": 2.0}}
 
 
 def member(index: int, length: int, reward: float) -> Member:
@@ -77,9 +78,7 @@ def test_packed_gradients_equal_the_reference(pool_size: int, prompt_buckets: tu
 
 
 def test_a_packed_gradient_that_is_not_finite_names_every_trajectory_of_its_lane():
-    learner = lc.make_learner(
-        lc.tiny(), buckets=(64,), pack_tokens=64, tokens_per_step=64, tis_cap=2.0
-    )
+    learner = lc.make_learner(lc.tiny(), buckets=(64,), pack_tokens=64, tokens_per_step=64, **TIS)
     group = learner.open_group("t", [1, 2], 3)
     for index in range(3):
         builder = TrajectoryBuilder()

@@ -13,6 +13,7 @@ from thundersync_jax.learner.buckets import Example
 from thundersync_jax.learner.groups import Group, Member, Path, Stage
 from thundersync_jax.learner.schedule import Schedule
 from thundersync_jax.learner.work import BindWork, CloseWork, FoldWork, LaneWork, PromptWork
+from thundersync_jax.losses.objectives import grpo
 
 CAPACITY = {4: 3, 8: 2}
 
@@ -99,7 +100,7 @@ def test_every_order_of_events_ends_with_every_gradient_counted_once(data: st.Da
         num_held=data.draw(st.integers(0, 2), "held"),
         pairs_per_call=pairs_per_call,
         lanes_per_call=CAPACITY.__getitem__,
-        advantage="grpo",
+        objective=grpo(),
         pack_buckets=data.draw(st.sampled_from([(), (4,), (4, 8)]), "pack buckets"),
     )
     model = Model(schedule, pairs_per_call)
@@ -133,8 +134,8 @@ def test_every_order_of_events_ends_with_every_gradient_counted_once(data: st.Da
     assert not schedule.unfinished()
     assert not model.held and not model.owners
     for group in groups:
-        assert group.is_closed and not group.pairs and not group.slots
-        is_zero = group.moments("grpo").is_zero_variance
+        assert group.is_closed and not group.cohort.pairs and not group.slots
+        is_zero = group.is_zero
         for member in group.members:
             has_reward = member.reward is not None
             assert (member.path is not None) == has_reward

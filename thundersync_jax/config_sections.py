@@ -7,7 +7,6 @@ Fields made with `mutable` may differ when a work directory is resumed. Never im
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -126,13 +125,11 @@ class LearnerSection:
       prompt_slots: shared prompts a replica can hold; a group without one shares none. -1 as in
         pool_size; where both are -1 there is a slot for every pair.
       min_shared_tokens: a shorter prompt is run by every trajectory itself.
-      normalizer: "token_mean" divides by the action tokens that arrived; "trajectory_mean" gives
-        every trajectory weight 1/length and divides by the trajectories that arrived.
-      advantage: "grpo" divides by the group's standard deviation; "dr_grpo" does not.
-      tis_cap: upper bound of the truncated importance weight of sampler against learner; 0 turns it
-        off.
-      max_logprob_gap: a larger |learner - sampler| log-probability stops the run, unless tis_cap is
-        set.
+      objective: what is maximised: a name of `losses/objectives.py`, or "package.module:function"
+        that returns an `Objective`.
+      objective_options: its keyword arguments.
+      max_logprob_gap: a larger |learner - sampler| log-probability stops the run, unless the
+        objective weighs the one against the other.
     """
 
     mesh: tuple[int, ...] = mutable((1, 1, 1))
@@ -146,9 +143,8 @@ class LearnerSection:
     prompt_buckets: tuple[int, ...] = ()
     prompt_slots: int = 16
     min_shared_tokens: int = 32
-    normalizer: str = "token_mean"
-    advantage: str = "grpo"
-    tis_cap: float = mutable(0.0)
+    objective: str = "grpo"
+    objective_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     max_logprob_gap: float = mutable(0.5)
 
     def __post_init__(self) -> None:
@@ -170,10 +166,6 @@ class LearnerSection:
             check(getattr(self, key) >= 0, f"learner.{key}", getattr(self, key), "0 or more")
         for key in ("pairs_per_call", "min_shared_tokens"):
             check(getattr(self, key) >= 1, f"learner.{key}", getattr(self, key), "at least 1")
-        check_choice("learner.normalizer", self.normalizer, ("token_mean", "trajectory_mean"))
-        check_choice("learner.advantage", self.advantage, ("grpo", "dr_grpo"))
-        is_cap = math.isfinite(self.tis_cap) and self.tis_cap >= 0
-        check(is_cap, "learner.tis_cap", self.tis_cap, "a finite number, at least 0")
         expected = "a positive number of nats"
         check(self.max_logprob_gap > 0, "learner.max_logprob_gap", self.max_logprob_gap, expected)
         self._check_lengths()

@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import importlib
 import time
-import traceback
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -23,8 +20,10 @@ from thundersync_jax.config_sections import EnvSection, SamplingSection
 from thundersync_jax.envs.base import EnvironmentSuite
 from thundersync_jax.envs.data import load_tasks
 from thundersync_jax.errors import ConfigError, check
+from thundersync_jax.factory import call_factory, import_factory
 from thundersync_jax.learner.compilation import compile_apart
 from thundersync_jax.learner.learner import Learner
+from thundersync_jax.losses.objectives import make_objective
 from thundersync_jax.model.presets import TransformerConfig, preset
 from thundersync_jax.model.sharded import check_mesh, init_on_mesh
 from thundersync_jax.rollout.agent import derive_seed
@@ -80,6 +79,7 @@ async def build(
 ) -> Runtime:
     """Makes every part; raises ConfigError and the parts' own errors for what cannot work."""
     began_s = time.monotonic()
+    make_objective(config.learner.objective, config.learner.objective_options)
     suite = load_suite(config.env)
     tokenizer = word_tokenizer(suite.vocabulary)
     model = make_model(config, tokenizer)
@@ -122,14 +122,8 @@ def warm_up(config: RunConfig, model: TransformerConfig) -> None:
 
 def load_suite(env: EnvSection) -> EnvironmentSuite:
     """Imports and calls `env.factory` with `env.options`."""
-    factory = _import(env.factory, "env.factory")
-    try:
-        return factory(**env.options)
-    except Exception as error:  # a user's code, whatever it raises
-        raise ConfigError(
-            f"{env.factory} with config.env.options = {dict(env.options)!r} raised "
-            f"{describe_error(error)}. Mend the options, or the function"
-        ) from error
+    factory = import_factory(env.factory, "env.factory")
+    return call_factory(factory, env.factory, env.options, "env.options")
 
 
 def make_model(config: RunConfig, tokenizer: Tokenizer) -> TransformerConfig:
@@ -211,28 +205,3 @@ def _check_prompt(task_id: str, prompt: str, tokenizer: Tokenizer, max_context: 
             f"{max_context - 1}, so that one more fits config.model.max_context = {max_context}. "
             "Shorten the prompt or raise model.max_context, learner.buckets with it"
         )
-
-
-def _import(name: str, key: str) -> Callable[..., Any]:
-    module_name, _, attribute = name.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # a user's code, whatever it raises
-        raise ConfigError(
-            f"config.{key} = {name!r}: importing {module_name} raised {describe_error(error)}. "
-            "Modules are looked up in the current directory, on PYTHONPATH and among the installed "
-            "packages"
-        ) from error
-    if not hasattr(module, attribute):
-        raise ConfigError(
-            f"config.{key} = {name!r}: module {module_name} has no {attribute!r}. Name a function "
-            "that it has"
-        )
-    return getattr(module, attribute)
-
-
-def describe_error(error: Exception) -> str:
-    """Type, message and place of an exception of a user's code."""
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    where = "" if "importlib" in last.filename else f" ({last.filename}, line {last.lineno})"
-    return f"{type(error).__name__}: {error}{where}"

@@ -78,12 +78,15 @@ class TrajectoryTokens:
         0 elsewhere.
       policy_versions: int32 [T]; version of the weights that sampled the token, OBSERVATION_VERSION
         elsewhere.
+      reference_logprobs: float32 [T]; log-probability of action tokens under the reference policy;
+        None where nobody asked it.
     """
 
     token_ids: np.ndarray
     action_mask: np.ndarray
     behavior_logprobs: np.ndarray
     policy_versions: np.ndarray
+    reference_logprobs: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         for name, dtype in (
@@ -93,15 +96,24 @@ class TrajectoryTokens:
             ("policy_versions", np.int32),
         ):
             object.__setattr__(self, name, np.asarray(getattr(self, name), dtype))
-        lengths = {f.name: getattr(self, f.name).shape for f in dataclasses.fields(self)}
+        if self.reference_logprobs is not None:
+            scores = np.asarray(self.reference_logprobs, np.float32)
+            object.__setattr__(self, "reference_logprobs", scores)
+        arrays = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        lengths = {name: array.shape for name, array in arrays.items() if array is not None}
         if self.token_ids.ndim != 1 or len(set(lengths.values())) != 1:
             raise TrajectoryError(f"token arrays must be [T] of one length, got shapes {lengths}")
-        sampled = self.behavior_logprobs[self.action_mask]
-        if not np.all(np.isfinite(sampled)) or np.any(sampled > 1e-3):
+        self._check_logprobs("behavior_logprobs", "the engine reports one per sampled token")
+        self._check_logprobs("reference_logprobs", "the reference policy gives every token one")
+
+    def _check_logprobs(self, name: str, source: str) -> None:
+        array = getattr(self, name)
+        sampled = np.zeros(0) if array is None else array[self.action_mask]
+        is_bad = ~np.isfinite(sampled) | (sampled > 1e-3)
+        if np.any(is_bad):
             raise TrajectoryError(
-                "behavior_logprobs of action tokens must be finite and at most 0, got "
-                f"{sampled[~np.isfinite(sampled) | (sampled > 1e-3)][:4].tolist()}; the engine "
-                "reports one per sampled token"
+                f"{name} of action tokens must be finite and at most 0, got "
+                f"{sampled[is_bad][:4].tolist()}; {source}"
             )
 
     @property

@@ -80,11 +80,16 @@ def _to_json(t: TrajectoryRecord) -> dict[str, Any]:
         "action_mask": tokens.action_mask.astype(int) if tokens else None,
         "behavior_logprobs": tokens.behavior_logprobs.astype(float) if tokens else None,
         "policy_versions": tokens.policy_versions if tokens else None,
+        "reference_logprobs": _floats(tokens.reference_logprobs) if tokens else None,
         "turns": [dataclasses.asdict(turn) for turn in rollout.turns] if rollout else [],
         "dispatched_s": t.dispatched_s,
         "content_s": t.content_s,
         "terminal_s": t.terminal_s,
     }
+
+
+def _floats(array: np.ndarray | None) -> np.ndarray | None:
+    return None if array is None else array.astype(float)
 
 
 def _from_json(line: dict[str, Any]) -> TrajectoryRecord:
@@ -101,6 +106,7 @@ def _from_json(line: dict[str, Any]) -> TrajectoryRecord:
                 action_mask=np.asarray(line["action_mask"], np.bool_),
                 behavior_logprobs=np.asarray(line["behavior_logprobs"], np.float32),
                 policy_versions=np.asarray(line["policy_versions"], np.int32),
+                reference_logprobs=line.get("reference_logprobs"),
             ),
             turns=tuple(Turn(**turn) for turn in line["turns"]),
             stop_reason=line["stop_reason"],

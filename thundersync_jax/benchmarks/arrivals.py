@@ -13,11 +13,10 @@ import jax
 import numpy as np
 
 from thundersync_jax.config_sections import LearnerSection
-from thundersync_jax.learner.buckets import make_example
 from thundersync_jax.learner.learner import Learner
-from thundersync_jax.learner.reference import reference_gradient
-from thundersync_jax.learner.streaming import Params, ScoreSettings
-from thundersync_jax.losses.advantages import group_moments
+from thundersync_jax.learner.reference import Attempt, objective_gradient
+from thundersync_jax.learner.score import Params, ScoreSettings
+from thundersync_jax.losses.objectives import make_objective
 from thundersync_jax.model.presets import TransformerConfig
 from thundersync_jax.trajectory import TrajectoryBuilder, TrajectoryTokens
 
@@ -48,7 +47,7 @@ def random_tokens(rng: np.random.Generator, num_turns: int) -> TrajectoryTokens:
 
 def random_batch(seed: int, *, num_groups: int = 4, size: int = 5) -> list[Case]:
     """Groups of every kind: mixed rewards, some failures, equal rewards, all failed."""
-    rng = np.random.default_rng(seed)
+    rng, others = np.random.default_rng(seed), np.random.default_rng((seed, 1))
     cases = []
     for group in range(num_groups):
         rewards: list[float | None] = rng.normal(1.0, 1.0, size).round(3).tolist()
@@ -63,12 +62,18 @@ def random_batch(seed: int, *, num_groups: int = 4, size: int = 5) -> list[Case]
             Case(
                 prompt=tuple(rng.integers(0, VOCAB_SIZE, int(rng.integers(1, 5))).tolist()),
                 trajectories=tuple(
-                    random_tokens(rng, int(rng.integers(1, 7))) for _ in range(size)
+                    _with_reference(random_tokens(rng, int(rng.integers(1, 7))), others)
+                    for _ in range(size)
                 ),
                 rewards=tuple(rewards),
             )
         )
     return cases
+
+
+def _with_reference(tokens: TrajectoryTokens, rng: np.random.Generator) -> TrajectoryTokens:
+    scores = np.where(tokens.action_mask, -rng.uniform(1, 3, tokens.num_tokens), 0.0)
+    return dataclasses.replace(tokens, reference_logprobs=scores)
 
 
 def enqueue(learner: Learner, cases: list[Case]) -> None:
@@ -109,20 +114,16 @@ def reference(
     model: TransformerConfig, params: Params, cases: list[Case], config: LearnerSection
 ) -> Params:
     """The descent gradient of the batch from the oracle."""
-    examples, advantages, tokens = [], [], 0
-    for case in cases:
-        present = [r for r in case.rewards if r is not None]
-        moments = group_moments(present, config.advantage)
-        for trajectory, reward in zip(case.trajectories, case.rewards, strict=True):
-            if reward is None:
-                continue
-            prompt = np.asarray(case.prompt, np.int32)
-            examples.append(make_example(prompt, trajectory, config.normalizer))
-            advantages.append(moments.advantage(reward))
-            tokens += trajectory.num_action_tokens
-    denominator = float(tokens if config.normalizer == "token_mean" else len(examples))
-    settings = ScoreSettings(model=model, tis_cap=config.tis_cap)
-    return reference_gradient(settings, params, examples, advantages, denominator)
+    groups = [
+        [
+            Attempt(prompt_ids=np.asarray(case.prompt, np.int32), tokens=tokens, reward=reward)
+            for tokens, reward in zip(case.trajectories, case.rewards, strict=True)
+        ]
+        for case in cases
+    ]
+    objective = make_objective(config.objective, config.objective_options)
+    settings = ScoreSettings(model=model, objective=objective)
+    return objective_gradient(settings, params, groups)
 
 
 def rel_l2(got: Any, want: Any) -> float:

@@ -24,8 +24,9 @@ from thundersync_jax.learner.buckets import Example, make_example
 from thundersync_jax.learner.compilation import compile_apart, temporary_cache
 from thundersync_jax.learner.learner import Learner
 from thundersync_jax.learner.reference import reference_gradient
-from thundersync_jax.learner.streaming import ScoreSettings
-from thundersync_jax.losses.advantages import group_moments
+from thundersync_jax.learner.score import ScoreSettings
+from thundersync_jax.losses.advantages import standardized
+from thundersync_jax.losses.objectives import grpo
 from thundersync_jax.model.presets import TransformerConfig, preset
 from thundersync_jax.model.transformer import init_params
 from thundersync_jax.trajectory import TrajectoryBuilder, TrajectoryTokens
@@ -116,10 +117,9 @@ def make_reference(load: Workload) -> Callable[[], float]:
     settings, params = ScoreSettings(model=model()), init_params(model(), 0)
     prompt = np.asarray(load.prompt, np.int32)
     examples: Sequence[Example] = [
-        make_example(prompt, tokens, "token_mean") for tokens in load.trajectories
+        make_example(prompt, tokens, grpo()) for tokens in load.trajectories
     ]
-    moments = group_moments(load.rewards, "grpo")
-    advantages = [moments.advantage(reward) for reward in load.rewards]
+    advantages = standardized(np.asarray(load.rewards)).tolist()
 
     def run() -> float:
         began_s = time.perf_counter()

@@ -19,6 +19,7 @@ from thundersync_jax.learner.buckets import Example, bucket_of
 from thundersync_jax.learner.groups import Group, Member, Stage
 from thundersync_jax.learner.schedule import Schedule
 from thundersync_jax.learner.work import CloseWork, FoldWork
+from thundersync_jax.losses.objectives import grpo
 
 NUM_REPLICAS, NUM_GROUPS, GROUP_SIZE = 16, 32, 8
 NUM_PAIRS = 2
@@ -87,7 +88,7 @@ def simulate(arrivals: Arrivals, seconds_per_token: float) -> Step:
         num_held=0,
         pairs_per_call=NUM_PAIRS,
         lanes_per_call=lambda bucket: TOKENS_PER_STEP // bucket,
-        advantage="grpo",
+        objective=grpo(),
     )
     groups = [open_group(schedule, group) for group in range(NUM_GROUPS)]
     order = np.argsort(arrivals.times, kind="stable")

@@ -1,7 +1,8 @@
-"""`Accumulators`: batch sum, pairs, held gradients and prompt slots; runs the calls on them.
+"""`Accumulators`: batch sum, term sums, pairs, held gradients and prompt slots; runs the calls on
+them.
 
 All of it is donated to the programs and replaced by their results, so nobody else may hold a
-reference across a call. Coefficients are computed here, on the host in float64, from moments in
+reference across a call. Coefficients are computed here, on the host in float64, from advantages in
 index order.
 """
 
@@ -13,12 +14,13 @@ import jax
 import numpy as np
 
 from thundersync_jax.learner.buckets import Example, LaneItem, pad_lanes, pad_prompts
-from thundersync_jax.learner.groups import Group, Member, Path
+from thundersync_jax.learner.groups import Member, Path
 from thundersync_jax.learner.pairs import Pairs
 from thundersync_jax.learner.program_names import Fold
 from thundersync_jax.learner.programs import Programs
 from thundersync_jax.learner.streaming import Binding, Params, PromptSlots
 from thundersync_jax.learner.work import BindWork, CloseWork, FoldWork, LaneWork, PromptWork
+from thundersync_jax.losses.objective import Objective
 
 
 class Accumulators:
@@ -28,31 +30,45 @@ class Accumulators:
       pairs: the pool of pairs (G1, G2).
       num_held: gradients that every replica can hold ahead of their verdicts. The last `num_held`
         prompt slots take the prompt's shares of them.
-      advantage: "grpo" or "dr_grpo".
     """
 
-    def __init__(self, programs: Programs, pairs: Pairs, *, num_held: int, advantage: str) -> None:
+    def __init__(
+        self, programs: Programs, pairs: Pairs, *, num_held: int, objective: Objective
+    ) -> None:
         self._programs = programs
         self._pairs = pairs
         self._num_held = num_held
-        self._advantage = advantage
+        self._objective = objective
         self.clear()
 
     def clear(self) -> None:
         """Begins with zeros again."""
         # Freed before their successors are made.
         self.batch: Params = None
+        self.terms: tuple[Params, ...] = ()
         self._held: list[Params] = []
         self._slots: PromptSlots | None = None
         self._pairs.clear()
         self._held = [self._programs.accumulator() for _ in range(self._num_held)]
         self._slots = self._programs.prompt_slots()
         self.batch = self._programs.accumulator()
+        num_terms = len(self._objective.term_sums)
+        self.terms = tuple(self._programs.accumulator() for _ in range(num_terms))
+
+    @property
+    def sums(self) -> tuple[Params, ...]:
+        """What the update divides, each by its own denominator."""
+        return (self.batch, *self.terms)
+
+    @sums.setter
+    def sums(self, sums: tuple[Params, ...]) -> None:
+        self.batch, *terms = sums
+        self.terms = tuple(terms)
 
     def fold(self, params: Params, work: FoldWork) -> np.ndarray:
         """Runs one accumulate call; returns what it says of its lanes, [R, STATISTICS, K]."""
         reached, pairs = self._pairs.reach(work.pairs)
-        buffers = (self.batch, *pairs, *self._held)
+        buffers = (*self.sums, *pairs, *self._held)
         lanes = pad_lanes(
             [
                 [self._item(lane, replica) for lane in lanes]
@@ -61,13 +77,16 @@ class Accumulators:
             self._programs.lanes_per_call(work.bucket),
             work.bucket,
             self._programs.placement.scalar_dtype,
+            objective=self._objective,
         )
         shape = (self._programs.num_replicas, len(buffers), lanes.tokens.shape[1])
         coefficients = np.zeros(shape)
         to_prompt = np.zeros((shape[0], 2, shape[2]))
         for replica, filled in enumerate(work.replicas):
             for at, lane in enumerate(filled):
-                coefficients[replica, :, at] = self._coefficients(lane, reached)
+                batch, *others = self._coefficients(lane, reached)
+                # Every trajectory runs once, and then its terms are final.
+                coefficients[replica, :, at] = (batch, *[1.0] * len(self.terms), *others)
                 to_prompt[replica, :, at] = self._pair_coefficients(lane)
         used = self._slots if work.prefix_bucket else None
         results, slots, stats = self._programs.fold(
@@ -79,9 +98,10 @@ class Accumulators:
             to_prompt,
             lanes,
         )
-        num_pairs = len(pairs)
-        self.batch, self._held = results[0], list(results[1 + num_pairs :])
-        self._pairs.put(reached, results[1 : 1 + num_pairs])
+        num_sums = len(self.sums)
+        num_others = num_sums + len(pairs)
+        self.sums, self._held = results[:num_sums], list(results[num_others:])
+        self._pairs.put(reached, results[num_sums:num_others])
         self._slots = slots if work.prefix_bucket else self._slots
         return np.asarray(stats)
 
@@ -113,12 +133,12 @@ class Accumulators:
         jax.block_until_ready(self.batch)
 
     def close(self, work: CloseWork) -> None:
-        """Adds pairs to the batch sum, with the coefficients of their groups' final moments."""
+        """Adds pairs to the batch sum, with the coefficients of their cohorts' advantages."""
         coefficients = np.zeros((len(work.replicas), 2))
-        for replica, group in enumerate(work.replicas):
-            if group is not None:
-                coefficients[replica] = self._closing_coefficients(group)
-        is_used = np.array([group is not None for group in work.replicas])
+        for replica, cohort in enumerate(work.replicas):
+            if cohort is not None:
+                coefficients[replica] = cohort.closing.coefficients
+        is_used = np.array([cohort is not None for cohort in work.replicas])
         reached, pairs = self._pairs.reach([work.index])
         at = 2 * reached.index(work.index)
         self.batch, *closed = self._programs.close(
@@ -144,9 +164,9 @@ class Accumulators:
         coefficients = np.zeros((self._programs.num_replicas, 2))
         for replica, group in enumerate(work.replicas):
             if group is not None:
-                coefficients[replica] = self._closing_coefficients(group)
-        self.batch = self._programs.prompt_backward(
-            params, self.batch, self._slots, coefficients, prompts
+                coefficients[replica] = group.cohort.closing.coefficients
+        self.sums = self._programs.prompt_backward(
+            params, self.sums, self._slots, coefficients, prompts
         )
         jax.block_until_ready(self.batch)
 
@@ -159,8 +179,11 @@ class Accumulators:
         """The weights of one gradient in (batch, pairs, held)."""
         weights = np.zeros(1 + 2 * len(reached) + self._num_held)
         match lane.path:
+            case Path.DIRECT if self._has_advantages(lane):
+                weights[0] = 1.0
             case Path.DIRECT:
-                weights[0] = 1.0 if len(lane.members) > 1 else self._advantages(lane)[0]
+                closing = lane.group.cohort.closing
+                weights[0] = closing.scale * closing.advantages[lane.member]
             case Path.STREAM:
                 assert lane.pair is not None
                 first = 1 + 2 * reached.index(lane.pair)
@@ -168,36 +191,47 @@ class Accumulators:
             case Path.AHEAD:
                 assert lane.held is not None
                 weights[1 + 2 * len(reached) + lane.held] = 1.0
+            case Path.TERMS:
+                pass
         return weights
 
     def _pair_coefficients(self, lane: LaneWork) -> tuple[float, float]:
         """The weights of one gradient in (G1, G2), or of its prompt's share in its slot's pair."""
         if lane.path is Path.AHEAD:
             return 1.0, 0.0  # held as it is
-        if lane.path is Path.DIRECT and len(lane.members) > 1:
-            moments = lane.group.moments(self._advantage)
-            return moments.scale, 0.0
+        if lane.path is Path.TERMS:
+            return 0.0, 0.0
+        cohort = lane.group.cohort
+        if self._has_advantages(lane):
+            return cohort.closing.unit()
         reward = lane.members[0].reward  # a packed lane that streams has one reward
         assert reward is not None
-        return reward - lane.group.center, 1.0
+        return reward - cohort.center, 1.0
 
-    def _closing_coefficients(self, group: Group) -> tuple[float, float]:
-        return group.moments(self._advantage).closing_coefficients(group.center)
+    def _has_advantages(self, lane: LaneWork) -> bool:
+        """Its gradient contains them: its score reads them, or one pass serves several members."""
+        is_shared = not self._objective.is_linear or len(lane.members) > 1
+        return lane.path is Path.DIRECT and is_shared
 
     def _item(self, lane: LaneWork, replica: int) -> LaneItem:
-        """A packed lane's advantages are in its token weights: it has one gradient."""
+        """Where a gradient contains its advantages, they are in the lane: as arguments of a score
+        that reads them, otherwise in the token weights.
+        """
         slot = lane.group.slots.get(replica, 0)
-        is_packed = lane.path is Path.DIRECT and len(lane.members) > 1
+        scales = advantages = (1.0,) * len(lane.members)
+        if self._has_advantages(lane):
+            closing = lane.group.cohort.closing
+            advantages = tuple(closing.advantages[m] for m in lane.members)
+            scales = (closing.scale,) * len(lane.members)
+            if self._objective.is_linear:
+                scales = tuple(closing.scale * a for a in advantages)
         return LaneItem(
             examples=tuple(_example(m) for m in lane.members),
-            scales=tuple(self._advantages(lane)) if is_packed else (1.0,) * len(lane.members),
+            scales=scales,
+            advantages=advantages,
             slot=slot,
             adjoint_slot=slot if lane.held is None else self._held_slot(lane.held),
         )
-
-    def _advantages(self, lane: LaneWork) -> list[float]:
-        moments = lane.group.moments(self._advantage)
-        return [moments.advantage(m.reward) for m in lane.members if m.reward is not None]
 
 
 def _example(member: Member) -> Example:

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from flax import struct
 
-from thundersync_jax.losses.score import token_weights
+from thundersync_jax.losses.objective import Objective, term_weights, token_weights
 from thundersync_jax.trajectory import TrajectoryTokens
 
 
@@ -27,8 +27,10 @@ class Example:
 
     Attributes:
       tokens, targets: int32 [T]; position t predicts targets[t].
-      weights: float32 [T]; 0 where the target is not an action token.
+      weights: float32 [T] of the score; 0 where the target is not an action token.
       behavior_logprobs: float32 [T], aligned with `targets`.
+      term_weights: float32 [M, T] of the objective's M term sums; None without any.
+      reference_logprobs: float32 [T]; None unless a term needs them.
       prefix_length: tokens before these, whose keys and values the group shares; 0 without.
     """
 
@@ -36,7 +38,15 @@ class Example:
     targets: np.ndarray
     weights: np.ndarray
     behavior_logprobs: np.ndarray
+    term_weights: np.ndarray | None = None
+    reference_logprobs: np.ndarray | None = None
     prefix_length: int = 0
+
+    @property
+    def action_mask(self) -> np.ndarray:
+        """bool [T]: the targets that some sum counts."""
+        counted = self.weights != 0
+        return counted if self.term_weights is None else counted | self.term_weights.any(axis=0)
 
     @property
     def num_positions(self) -> int:
@@ -60,6 +70,9 @@ class Lanes(struct.PyTreeNode):
         that of a held gradient.
       num_lanes: int32 [R], all equal; lanes from here on are empty on every replica and cost
         nothing.
+      advantages: [R, K, T] as `weights`; None unless the objective streams by GROUP.
+      term_weights: [R, K, M, T] as `weights`; None without term sums.
+      reference_logprobs: float32 [R, K, T]; None unless a term needs them.
     """
 
     tokens: jax.Array
@@ -73,6 +86,9 @@ class Lanes(struct.PyTreeNode):
     slot: jax.Array
     adjoint_slot: jax.Array
     num_lanes: jax.Array
+    advantages: jax.Array | None = None
+    term_weights: jax.Array | None = None
+    reference_logprobs: jax.Array | None = None
 
 
 class Prompts(struct.PyTreeNode):
@@ -96,38 +112,58 @@ class LaneItem:
     Attributes:
       examples: of one prefix; more than one are packed.
       scales: factors of their token weights.
+      advantages: A of each where the score reads it, otherwise none.
     """
 
     examples: tuple[Example, ...]
     scales: tuple[float, ...] = (1.0,)
+    advantages: tuple[float, ...] = ()
     slot: int = 0
     adjoint_slot: int = 0
 
 
 def make_example(
-    prompt_ids: np.ndarray, tokens: TrajectoryTokens, normalizer: str, *, is_shared: bool = False
+    prompt_ids: np.ndarray,
+    tokens: TrajectoryTokens,
+    objective: Objective,
+    *,
+    is_shared: bool = False,
 ) -> Example:
     """Joins prompt and trajectory, shifts targets, and trims what carries no gradient.
 
     Args:
       prompt_ids: int32 [P], P >= 1.
       tokens: what followed the prompt.
-      normalizer: see `losses.score.token_weights`.
       is_shared: leave out what comes before the prompt's last token.
+
+    Raises:
+      ValueError: reference log-probabilities are missing, or the objective's token weights invalid.
     """
+    if objective.needs_reference and tokens.reference_logprobs is None:
+        raise ValueError(
+            f"objective {objective.name!r} has a KL to a reference policy, and the trajectory no "
+            "reference_logprobs: give them with its tokens, or set kl_coefficient = 0"
+        )
     num_prompt = prompt_ids.shape[0]
     actions = np.flatnonzero(tokens.action_mask)
     end = num_prompt + int(actions[-1]) + 1 if actions.size else 1
     ids = np.concatenate([prompt_ids, tokens.token_ids])[:end].astype(np.int32)
-    not_sampled = np.zeros(num_prompt, np.float32)
-    weights = np.concatenate([not_sampled, token_weights(tokens.action_mask, normalizer)])[:end]
-    logprobs = np.concatenate([not_sampled, tokens.behavior_logprobs])[:end]
     begin = num_prompt - 1 if is_shared and actions.size else 0
+
+    def targeted(values: np.ndarray) -> np.ndarray:
+        """[..., tokens] with zeros for the prompt, at the targets."""
+        zeros = np.zeros((*values.shape[:-1], num_prompt), values.dtype)
+        return np.concatenate([zeros, values], axis=-1)[..., begin + 1 : end]
+
+    reference = tokens.reference_logprobs if objective.needs_reference else None
+    terms = term_weights(objective, tokens.action_mask) if objective.term_sums else None
     return Example(
         tokens=ids[begin:-1],
         targets=ids[begin + 1 :],
-        weights=weights[begin + 1 :],
-        behavior_logprobs=logprobs[begin + 1 :],
+        weights=targeted(token_weights(objective, tokens.action_mask)),
+        behavior_logprobs=targeted(tokens.behavior_logprobs),
+        term_weights=None if terms is None else targeted(terms),
+        reference_logprobs=None if reference is None else targeted(reference),
         prefix_length=begin,
     )
 
@@ -150,8 +186,14 @@ def pad_lanes(
     lanes_per_call: int,
     bucket: int,
     weight_dtype: Any = np.float32,
+    *,
+    objective: Objective | None = None,
 ) -> Lanes:
-    """Pads every replica's lanes, at most `lanes_per_call` of at most `bucket` positions."""
+    """Pads every replica's lanes, at most `lanes_per_call` of at most `bucket` positions.
+
+    Args:
+      objective: says which of the optional arrays there are; without it none is.
+    """
     longest = max(len(items) for items in replicas)
     if longest > lanes_per_call:
         raise ValueError(f"{longest} lanes do not fit a call of {lanes_per_call}")
@@ -161,6 +203,14 @@ def pad_lanes(
         return np.zeros(shape, dtype)
 
     num_lanes: Any = np.full(len(replicas), longest, np.int32)
+    optional: dict[str, Any] = {}
+    if objective is not None and not objective.is_linear:
+        optional["advantages"] = zeros(*shape, bucket, dtype=weight_dtype)
+    if objective is not None and objective.term_sums:
+        size = (*shape, len(objective.term_sums), bucket)
+        optional["term_weights"] = zeros(*size, dtype=weight_dtype)
+    if objective is not None and objective.needs_reference:
+        optional["reference_logprobs"] = zeros(*shape, bucket, dtype=np.float32)
     lanes = Lanes(
         tokens=zeros(*shape, bucket),
         targets=zeros(*shape, bucket),
@@ -173,6 +223,7 @@ def pad_lanes(
         slot=zeros(*shape),
         adjoint_slot=zeros(*shape),
         num_lanes=num_lanes,
+        **optional,
     )
     for replica, items in enumerate(replicas):
         for at, item in enumerate(items):
@@ -192,7 +243,13 @@ def _fill_lane(lanes: Any, lane: tuple[int, int], item: LaneItem) -> None:
         lanes.segment_ids[part] = number
         lanes.weights[part] = example.weights * lanes.weights.dtype.type(scale)
         lanes.behavior_logprobs[part] = example.behavior_logprobs
-        lanes.action_mask[part] = example.weights != 0
+        lanes.action_mask[part] = example.action_mask
+        if lanes.advantages is not None:
+            lanes.advantages[part] = item.advantages[number - 1]
+        if lanes.term_weights is not None:
+            lanes.term_weights[(*lane, slice(None), slice(begin, end))] = example.term_weights
+        if lanes.reference_logprobs is not None:
+            lanes.reference_logprobs[part] = example.reference_logprobs
         begin = end
     lanes.prefix_length[lane] = item.examples[0].prefix_length
     lanes.slot[lane] = item.slot

@@ -1,14 +1,14 @@
 """`Filling`: the lanes of one call, from what is ready and the buffers that are free.
 
-A group may use several replicas; on each it streams into a pair of its own there. Nothing is taken
-until the schedule has chosen this call among others.
+A group may use several replicas; on each it streams into the pair of its cohort there. Nothing is
+taken until the schedule has chosen this call among others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from thundersync_jax.learner.groups import Group, Member, Path
+from thundersync_jax.learner.groups import Cohort, Group, Member, Path
 from thundersync_jax.learner.work import FoldWork, LaneWork
 
 
@@ -35,7 +35,7 @@ class Filling:
         self._pairs_per_call = pairs_per_call
         self._free = [set(free) for free in free_pairs]
         self._lanes: list[list[LaneWork]] = [[] for _ in free_pairs]
-        self._taken: dict[tuple[int, int], int] = {}
+        self._taken: dict[tuple[Cohort, int], int] = {}
         self._reached: set[int] = set()
 
     @property
@@ -48,11 +48,11 @@ class Filling:
         return FoldWork(prefix_bucket=prefix_bucket, bucket=bucket, replicas=lanes)
 
     def add(self, group: Group, members: tuple[Member, ...], path: Path) -> None:
-        """Puts DIRECT or STREAM work on the replica with fewest lanes, if any can take it."""
+        """Puts work that is not AHEAD on the replica with fewest lanes, if any can take it."""
         options = []
         for replica in self._replicas(group):
             pair = self._pair(group, replica) if path is Path.STREAM else None
-            has_buffer = path is Path.DIRECT or pair is not None
+            has_buffer = path is not Path.STREAM or pair is not None
             if has_buffer and len(self._lanes[replica]) < self._capacity:
                 is_new = pair is not None and self._owned(group, replica) is None
                 options.append((len(self._lanes[replica]), is_new, replica, pair))
@@ -62,7 +62,7 @@ class Filling:
         if pair is not None:
             self._reached.add(pair)
             if is_new:
-                self._taken[group.group_id, replica] = pair
+                self._taken[group.cohort, replica] = pair
                 self._free[replica].discard(pair)
         lane = LaneWork(group=group, members=members, path=path, pair=pair)
         self._lanes[replica].append(lane)
@@ -87,7 +87,7 @@ class Filling:
         return sorted(group.loaded) if group.prefix_bucket else range(len(self._lanes))
 
     def _owned(self, group: Group, replica: int) -> int | None:
-        return group.pairs.get(replica, self._taken.get((group.group_id, replica)))
+        return group.cohort.pairs.get(replica, self._taken.get((group.cohort, replica)))
 
     def _pair(self, group: Group, replica: int) -> int | None:
         """The pair that the group has there or may take, within reach of this call."""

@@ -1,10 +1,17 @@
 """The trajectories of one step on the host: what stage each is at, and where its group lives.
 
+A `Cohort` is what is compared: the trajectories whose rewards give each other's advantages. It is
+one group, or all groups of the step for an objective that streams by BATCH. What streams of it goes
+into its pair (G1, G2), which closes with its advantages.
+
 Invariants:
   * A member moves EXPECTED -> CONTENT -> READY -> DONE, or to FAILED from either of the first two;
     nothing else. `_TRANSITIONS` is the only table, and a second terminal event is refused by name.
-  * A group closes once all its members are terminal and everything that has a gradient has been
-    folded: first its pairs, then its prompt, each on every replica that holds one.
+  * A group closes once all members of its cohort are terminal and everything that has a gradient
+    has been folded: first the cohort's pairs, then its prompt, each on every replica that holds
+    one.
+  * Reward-free terms are owed from the content on, whatever the verdict, and paid when the member
+    runs.
   * No terminal event depends on anything here: this module never waits.
 
 No jax: `schedule.py` picks the next call from these records, the learner runs it.
@@ -14,11 +21,14 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from thundersync_jax.learner.buckets import Example
-from thundersync_jax.losses.advantages import GroupMoments, group_moments
+from thundersync_jax.losses.normalizers import Counts
+from thundersync_jax.losses.objective import Objective
+from thundersync_jax.losses.objective_check import advantages_of
 
 
 class LearnerError(ValueError):
@@ -48,6 +58,7 @@ class Path(enum.Enum):
     DIRECT = "direct"  # the group's rewards were all known: straight to the batch accumulator
     STREAM = "stream"  # the group was open: into its pair (G1, G2)
     AHEAD = "ahead"  # its verdict was open: computed, held, and folded when the verdict came
+    TERMS = "terms"  # a call's lane, never a trajectory's path: reward-free terms and nothing else
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,14 +71,22 @@ class Held:
 
 @dataclasses.dataclass(eq=False)
 class Member:
-    """One trajectory of a group."""
+    """One trajectory of a group.
+
+    Attributes:
+      bucket: of its lane; 0 when there is no gradient.
+      graded: the reward as it came; `reward` is what counts, as the objective shapes it.
+      owes_terms: it has reward-free terms that are in no sum yet.
+    """
 
     index: int
     stage: Stage = Stage.EXPECTED
     example: Example | None = None
     num_action_tokens: int = 0
-    bucket: int = 0  # 0: there is no gradient
+    bucket: int = 0
+    graded: float | None = None
     reward: float | None = None
+    owes_terms: bool = False
     failure: str | None = None
     path: Path | None = None
     held: Held | None = None
@@ -89,6 +108,90 @@ class Member:
 
 
 @dataclasses.dataclass(eq=False)
+class Cohort:
+    """The trajectories whose rewards give each other's advantages.
+
+    Attributes:
+      is_sealed: no further group joins.
+      pairs: replica -> index of the cohort's pair (G1, G2) there, while it streams.
+      center: c of G1 = sum (r_i - c) g_i: the first reward that arrived. The sum is the same for
+        every c, but only one near the rewards leaves no large terms that cancel.
+    """
+
+    objective: Objective
+    groups: list[Group] = dataclasses.field(default_factory=list, repr=False)
+    is_sealed: bool = False
+    pairs: dict[int, int] = dataclasses.field(default_factory=dict)
+    center: float = 0.0
+    _closing: _Closing | None = dataclasses.field(default=None, init=False)
+
+    @property
+    def is_complete(self) -> bool:
+        """Every member is terminal: the advantages are final."""
+        return self.is_sealed and all(m.is_terminal for m in self._members())
+
+    @property
+    def is_accumulated(self) -> bool:
+        """Nothing is left but the close."""
+        return self.is_sealed and all(group.is_accumulated for group in self.groups)
+
+    @property
+    def is_zero(self) -> bool:
+        """Every advantage is exactly 0; only of a complete cohort, as all that follows."""
+        return not any(self.closing.advantages.values())
+
+    @property
+    def closing(self) -> _Closing:
+        if self._closing is None:
+            self._closing = self._close()
+        return self._closing
+
+    def _close(self) -> _Closing:
+        objective = self.objective
+        rewarded = [m for m in self._members() if m.reward is not None]
+        rewards = np.asarray([m.reward for m in rewarded], np.float64)
+        values, line = advantages_of(objective, rewards)
+        if not all(group.is_kept for group in self.groups):
+            values = np.zeros_like(values)
+        advantages = dict(zip(rewarded, values.tolist(), strict=True))
+        scale = objective.normalizer.group_scale(sum(m.num_action_tokens for m in rewarded))
+        if not values.any():
+            coefficients = (0.0, 0.0)
+        elif line is None:
+            coefficients = (1.0, 0.0)  # the gradients contain their advantages
+        else:
+            a, b = line.closing_coefficients(self.center)
+            coefficients = (scale * a, scale * b)
+        return _Closing(advantages=advantages, scale=scale, coefficients=coefficients)
+
+    def _members(self) -> Iterator[Member]:
+        """In index order of groups, and of members in them."""
+        return (m for group in self.groups for m in group.members)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Closing:
+    """What a complete cohort's rewards come to.
+
+    Attributes:
+      advantages: of every member with a reward.
+      scale: factor of the cohort's normaliser.
+      coefficients: the weights of (G1, G2), and of the prompts' adjoints.
+    """
+
+    advantages: dict[Member, float]
+    scale: float
+    coefficients: tuple[float, float]
+
+    def unit(self) -> tuple[float, float]:
+        """Weights in (G1, G2) that close to 1: of a gradient that contains its advantages."""
+        a, b = self.coefficients
+        if abs(a) >= abs(b):
+            return (1.0 / a, 0.0) if a else (0.0, 0.0)
+        return 0.0, 1.0 / b
+
+
+@dataclasses.dataclass(eq=False)
 class Group:
     """The trajectories of one task.
 
@@ -97,9 +200,7 @@ class Group:
       home: the replica that holds the shared prompt first.
       slots: replica -> prompt slot reserved there.
       loaded: replicas whose slot holds the prompt's keys and values.
-      pairs: replica -> index of the group's pair (G1, G2) there, while it streams.
-      center: c of G1 = sum (r_i - c) g_i: the first reward that arrived. The sum is the same for
-        every c, but only one near the rewards leaves no large terms that cancel.
+      cohort: given by the schedule when the group opens.
     """
 
     group_id: int
@@ -110,9 +211,8 @@ class Group:
     home: int = 0
     slots: dict[int, int] = dataclasses.field(default_factory=dict)
     loaded: set[int] = dataclasses.field(default_factory=set)
-    pairs: dict[int, int] = dataclasses.field(default_factory=dict)
-    center: float = 0.0
     is_closed: bool = False
+    cohort: Cohort = dataclasses.field(init=False)
 
     @property
     def prefix_ids(self) -> np.ndarray:
@@ -121,33 +221,70 @@ class Group:
 
     @property
     def is_complete(self) -> bool:
-        """Every member is terminal: the moments are final."""
-        return all(m.is_terminal for m in self.members)
+        """Its advantages are final."""
+        return self.cohort.is_complete
 
     @property
     def is_accumulated(self) -> bool:
         """Nothing is left but the close."""
-        return all(m.stage in (Stage.DONE, Stage.FAILED) for m in self.members)
+        ended = (Stage.DONE, Stage.FAILED)
+        return all(m.stage in ended and not m.owes_terms for m in self.members)
+
+    @property
+    def graded(self) -> np.ndarray:
+        """The rewards as they came, in index order."""
+        return np.asarray([m.graded for m in self.members if m.graded is not None], np.float64)
+
+    @property
+    def is_kept(self) -> bool:
+        """Its rewards pass the objective's filter."""
+        return self.cohort.objective.keeps_group(self.graded)
+
+    @property
+    def is_zero(self) -> bool:
+        """Complete, and no member has an advantage."""
+        advantages = self.cohort.closing.advantages
+        return not any(advantages.get(member) for member in self.members)
+
+    @property
+    def has_gradient(self) -> bool:
+        """Complete, and something of it is in a sum."""
+        has_terms = bool(self.cohort.objective.term_sums)
+        return any(m.bucket for m in self.members) and (has_terms or not self.is_zero)
 
     def set_reward(self, member: Member, reward: float) -> None:
         """Gives a member its verdict; raises LearnerError unless it waits for one."""
         member.advance(Stage.READY, self.name(member))
-        if all(m.reward is None for m in self.members):
-            self.center = reward
-        member.reward = reward
-
-    def moments(self, kind: str) -> GroupMoments:
-        """Moments over the members that have a reward, in index order."""
-        return group_moments([m.reward for m in self.members if m.reward is not None], kind)
+        cohort = self.cohort
+        shaped = cohort.objective.shape_reward(reward, member.num_action_tokens)
+        if all(m.reward is None for group in cohort.groups for m in group.members):
+            cohort.center = shaped
+        member.graded, member.reward = reward, shaped
 
     def name(self, member: Member | None = None) -> str:
         suffix = "" if member is None else f" index {member.index}"
         return f"group {self.group_id} (task {self.task_id!r}){suffix}"
 
     def waiting(self) -> list[str]:
-        """The members that keep the group open, by name."""
-        return [
-            f"{self.name(m)}: {m.stage.value}"
-            for m in self.members
-            if m.stage not in (Stage.DONE, Stage.FAILED)
-        ]
+        """The members without a verdict, by name."""
+        return [f"{self.name(m)}: {m.stage.value}" for m in self.members if not m.is_terminal]
+
+
+def denominators(objective: Objective, groups: Sequence[Group]) -> list[float]:
+    """What each sum of the step is divided by: that of the scores counts the trajectories that have
+    a reward, in groups that the objective keeps; those of terms count final contents.
+    """
+    kept = [group for group in groups if group.is_kept]
+    rewarded = _counts(kept, lambda member: member.reward is not None)
+    final = _counts(groups, lambda member: member.example is not None)
+    found = [objective.normalizer.denominator(rewarded)]
+    return found + [terms[0].normalizer.denominator(final) for terms in objective.term_sums]
+
+
+def _counts(groups: Sequence[Group], counts: Callable[[Member], bool]) -> Counts:
+    chosen = [[m for m in group.members if counts(m)] for group in groups]
+    return Counts(
+        num_tokens=sum(m.num_action_tokens for members in chosen for m in members),
+        num_trajectories=sum(len(members) for members in chosen),
+        num_groups=sum(bool(members) for members in chosen),
+    )

@@ -9,9 +9,10 @@ threads at a time.
     update()            refuses open groups by name
 
 The update equals that of `reference.py` to rounding for every arrival order, path mix and pool
-size: the moments come from rewards in index order, and the sums are linear for every c:
+size: the advantages A(r) = a (r - c) + b that the `Objective` declares come from rewards in index
+order, and the sums are linear:
 
-    sum_i A_i g_i = (G1 - (mean - c) G2) / (std + eps),  G1 = sum_i (r_i - c) g_i,  G2 = sum_i g_i
+    sum_i A_i g_i = a G1 + b G2,    G1 = sum_i (r_i - c) g_i,    G2 = sum_i g_i
 
 Which work is released when (stream or barrier) is the caller's decision: in barrier mode it calls
 `work` only after the last reward.
@@ -31,19 +32,20 @@ from jax.sharding import Mesh
 from thundersync_jax.config_sections import LearnerSection, OptimizerSection
 from thundersync_jax.learner.accumulators import Accumulators
 from thundersync_jax.learner.buckets import bucket_of, make_example
-from thundersync_jax.learner.groups import Group, LearnerError, Member, Stage
+from thundersync_jax.learner.groups import Group, LearnerError, Member, Stage, denominators
 from thundersync_jax.learner.memory import check_programs, plan_memory, room_of
 from thundersync_jax.learner.optimizer import learning_rate_schedule, make_optimizer
 from thundersync_jax.learner.pairs import Pairs
 from thundersync_jax.learner.program_names import program_names
 from thundersync_jax.learner.programs import Programs
 from thundersync_jax.learner.schedule import Schedule
+from thundersync_jax.learner.score import ScoreSettings
 from thundersync_jax.learner.statistics import (
     NonFiniteGradientError,
     StepStatistics,
     note_of,
 )
-from thundersync_jax.learner.streaming import Params, ScoreSettings
+from thundersync_jax.learner.streaming import Params
 from thundersync_jax.learner.train_state import TrainState
 from thundersync_jax.learner.work import (
     BindWork,
@@ -53,6 +55,7 @@ from thundersync_jax.learner.work import (
     Work,
 )
 from thundersync_jax.learner.work_log import WorkLog
+from thundersync_jax.losses.objectives import make_objective
 from thundersync_jax.model.presets import TransformerConfig
 from thundersync_jax.sharding import MeshShape, make_mesh
 from thundersync_jax.trajectory import TrajectoryError, TrajectoryTokens, check_reward
@@ -86,10 +89,11 @@ class Learner:
         """
         self._vocab_size = model.vocab_size
         self._rates = learning_rate_schedule(optimizer)
+        self._objective = make_objective(config.objective, config.objective_options)
         settings = ScoreSettings(
             model=model,
+            objective=self._objective,
             temperature=temperature,
-            tis_cap=config.tis_cap,
             logprob_chunk=logprob_chunk,
         )
         mesh = mesh or make_mesh(MeshShape(), jax.devices()[:1])
@@ -108,7 +112,7 @@ class Learner:
             in_host_memory=config.pool_memory == "pinned_host",
         )
         self._buffers = Accumulators(
-            programs, pairs, num_held=config.held_gradients, advantage=config.advantage
+            programs, pairs, num_held=config.held_gradients, objective=self._objective
         )
         self._schedule = Schedule(
             num_replicas=programs.num_replicas,
@@ -117,7 +121,7 @@ class Learner:
             num_held=config.held_gradients,
             pairs_per_call=shapes.num_pairs,
             lanes_per_call=shapes.lanes_per_call,
-            advantage=config.advantage,
+            objective=self._objective,
             pack_buckets=[b for b in config.buckets if b <= config.pack_tokens],
         )
         self._next_group_id = 0
@@ -140,9 +144,8 @@ class Learner:
                 f"task {task_id!r}: a prompt is a list of at least one token id, got {prompt_ids!r}"
             )
         if group_size < 2 or group_size != int(group_size):
-            raise LearnerError(
-                f"task {task_id!r}: group_size {group_size}: expected at least 2, or no advantage"
-            )
+            expected = "expected at least 2, or no advantage"
+            raise LearnerError(f"task {task_id!r}: group_size {group_size}: {expected}")
         self._check_ids(f"task {task_id!r}", prompt)
         if prompt.size > self._config.buckets[-1]:
             raise LearnerError(
@@ -166,25 +169,24 @@ class Learner:
         """Gives a trajectory its final content. Raises LearnerError; then nothing has changed."""
         found, member = self._find(group, index)
         self._check_ids(found.name(member), tokens.token_ids)
-        example = make_example(
-            found.prompt_ids,
-            tokens,
-            self._config.normalizer,
-            is_shared=bool(found.prefix_bucket),
-        )
+        is_shared = bool(found.prefix_bucket)
+        try:
+            example = make_example(found.prompt_ids, tokens, self._objective, is_shared=is_shared)
+        except ValueError as error:
+            raise LearnerError(f"{found.name(member)}: {error}") from None
         longest = self._config.buckets[-1]
         length = example.prefix_length + example.num_positions
         if length > longest:
             raise LearnerError(
-                f"{found.name(member)}: {length + 1} tokens exceed the longest "
-                f"bucket {longest} + 1; "
-                "lower rollout.max_tokens or extend learner.buckets"
+                f"{found.name(member)}: {length + 1} tokens exceed the longest bucket {longest} + "
+                "1; lower rollout.max_tokens or extend learner.buckets"
             )
         member.advance(Stage.CONTENT, found.name(member))
         member.example = example
         member.num_action_tokens = tokens.num_action_tokens
         if example.num_positions:
             member.bucket = bucket_of(example.num_positions, self._config.buckets)
+            member.owes_terms = bool(self._objective.term_sums)
 
     def set_reward(self, group: int, index: int, reward: float) -> None:
         """Gives a trajectory its verdict. Raises LearnerError or TrajectoryError; then nothing has
@@ -245,10 +247,13 @@ class Learner:
         along.
         """
         self._finish()
-        denominator = max(self._denominator(), 1.0)
-        return jax.tree.map(
-            lambda g: -np.sum(np.asarray(g), axis=0) / denominator, self._buffers.batch
-        )
+        sums, counts = self._buffers.sums, self._denominators()
+
+        def descent(*parts: jax.Array) -> np.ndarray:
+            pairs = zip(parts, counts, strict=True)
+            return -sum(np.sum(np.asarray(g), axis=0) / count for g, count in pairs)
+
+        return jax.tree.map(descent, *sums)
 
     def update(self) -> UpdateReport:
         """Runs what is left, then normalises, clips and steps once; the next step starts empty.
@@ -262,10 +267,10 @@ class Learner:
         """
         self._finish()
         self._statistics.check_gap()
-        groups, denominator = self._schedule.groups, self._denominator()
-        is_empty = not self._statistics.has_gradient or denominator == 0
+        groups = self._schedule.groups
+        is_empty = not self._statistics.has_gradient
         rate = 0.0 if is_empty else float(self._rates(self.state.policy_version))
-        norm = 0.0 if is_empty else self._step(denominator)
+        norm = 0.0 if is_empty else self._step(self._denominators())
         report = self._statistics.report(
             groups,
             policy_version=self.state.policy_version,
@@ -297,7 +302,7 @@ class Learner:
     # -- internals ------------------------------------------------------------------------------
 
     def _begin_step(self) -> None:
-        self._statistics = StepStatistics(self._config)
+        self._statistics = StepStatistics(self._objective, self._config.max_logprob_gap)
         self._failure: NonFiniteGradientError | None = None
         self._postponed = None
 
@@ -330,20 +335,18 @@ class Learner:
         """Runs one call; returns (kind, bucket, trajectories) for the log."""
         params, buffers, statistics = self.params, self._buffers, self._statistics
         match work:
-            case CloseWork(replicas=groups):
+            case CloseWork(replicas=cohorts):
                 buffers.close(work)
-                moments = [g.moments(self._config.advantage) for g in groups if g is not None]
-                statistics.has_gradient |= not all(m.is_zero_variance for m in moments)
+                statistics.has_gradient |= any(c is not None and not c.is_zero for c in cohorts)
                 return "close", 0, 0
             case PromptWork(prefix_bucket=bucket, is_backward=is_backward):
                 buffers.prompt(params, work)
                 return ("prompt_backward" if is_backward else "prompt_forward"), bucket, 0
             case BindWork(replicas=bound):
                 buffers.bind(work)
-                lanes = [lane for lane in bound if lane is not None]
-                for lane in lanes:
+                for lane in filter(None, bound):
                     statistics.release(lane)
-                return "bind", 0, len(lanes)
+                return "bind", 0, len(bound) - bound.count(None)
             case FoldWork():
                 stats = buffers.fold(params, work)
                 for replica, filled in enumerate(work.replicas):
@@ -351,14 +354,9 @@ class Learner:
                         statistics.add(lane, note_of(stats, replica, at))
                 return _kind(work), work.bucket, sum(len(lane.members) for lane in work.lanes)
 
-    def _denominator(self) -> float:
-        """Action tokens, or trajectories, that arrived with a reward. Groups of equal rewards
-        count.
-        """
-        members = [m for g in self._schedule.groups for m in g.members if m.reward is not None]
-        if self._config.normalizer == "token_mean":
-            return float(sum(m.num_action_tokens for m in members))
-        return float(len(members))
+    def _denominators(self) -> list[float]:
+        """Of every sum; 1 where nothing arrived, for its sum is 0."""
+        return [d or 1.0 for d in denominators(self._objective, self._schedule.groups)]
 
     def _finish(self) -> None:
         """Runs what is left of the step; raises unless its gradient is complete and finite."""
@@ -372,13 +370,15 @@ class Learner:
                 + "; ".join(unfinished[:8])
                 + ". Give each a set_reward or a set_failed, or drop the step with abandon()"
             )
+        self._schedule.seal()
+        self.work()
         self._statistics.check_finite()
 
-    def _step(self, denominator: float) -> float:
+    def _step(self, denominators: Sequence[float]) -> float:
         started_s = time.monotonic()
         state, buffers = self.state, self._buffers
-        state.params, state.opt_state, buffers.batch, norm = self._programs.update(
-            state.params, state.opt_state, buffers.batch, denominator
+        state.params, state.opt_state, buffers.sums, norm = self._programs.update(
+            state.params, state.opt_state, buffers.sums, denominators
         )
         self.params = None  # freed before its successor is made
         self.params = self._programs.gather(state.params)

@@ -84,11 +84,13 @@ class Sizes:
       state_bytes: parameters, the optimizer's copy of them where it is another, and its moments.
       accumulator_bytes: one sum of gradients; a pair (G1, G2) is two.
       slot_bytes: one shared prompt with its adjoints; 0 where none is shared.
+      num_sums: sums with a denominator of their own: of the scores, and of reward-free terms.
     """
 
     state_bytes: int
     accumulator_bytes: int
     slot_bytes: int
+    num_sums: int = 1
 
 
 def sizes_of(placement: Placement) -> Sizes:
@@ -98,6 +100,7 @@ def sizes_of(placement: Placement) -> Sizes:
         state_bytes=device_bytes(placement.params) + master + device_bytes(placement.opt_state),
         accumulator_bytes=device_bytes(placement.accumulator),
         slot_bytes=0 if slots is None else device_bytes(slots) // slots.kv.keys.shape[1],
+        num_sums=placement.num_sums,
     )
 
 
@@ -134,7 +137,7 @@ class MemoryPlan:
         accumulator, held = self.sizes.accumulator_bytes, self.config.held_gradients
         return {
             "state": self.sizes.state_bytes,
-            "batch sum": accumulator,
+            "batch sum": self.sizes.num_sums * accumulator,
             "pairs": 2 * self.num_device_pairs * accumulator,
             "held gradients": held * accumulator,
             "prompt slots": self.num_slots * self.sizes.slot_bytes,

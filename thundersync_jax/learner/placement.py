@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from thundersync_jax import sharding
 from thundersync_jax.learner import streaming
 from thundersync_jax.learner.buckets import LaneItem, pad_lanes, pad_prompts
+from thundersync_jax.losses.objective import Objective
 from thundersync_jax.model.presets import TransformerConfig
 from thundersync_jax.model.transformer import abstract_params, logical_axes
 
@@ -43,8 +44,11 @@ class Placement:
         *,
         num_slots: int,
         slot_length: int,
+        objective: Objective | None = None,
     ) -> None:
         self.mesh = mesh
+        self.objective = objective
+        self.num_sums = 1 if objective is None else objective.num_sums
         self.num_replicas: int = mesh.shape[sharding.DATA]
         stored = abstract_params(model)
         params = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, model.dtype), stored)
@@ -78,12 +82,15 @@ class Placement:
     def local_scalars(self, *shape: int) -> jax.ShapeDtypeStruct:
         return self.local(np.zeros((self.num_replicas, *shape), self.scalar_dtype))
 
-    def scalar(self) -> jax.ShapeDtypeStruct:
-        return self._struct(np.zeros((), self.scalar_dtype), PartitionSpec())
+    def scalars(self, *shape: int) -> jax.ShapeDtypeStruct:
+        return self._struct(np.zeros(shape, self.scalar_dtype), PartitionSpec())
 
     def lanes(self, lanes_per_call: int, bucket: int) -> Any:
         empty: list[list[LaneItem]] = [[]] * self.num_replicas
-        return self.local(pad_lanes(empty, lanes_per_call, bucket, self.scalar_dtype))
+        lanes = pad_lanes(
+            empty, lanes_per_call, bucket, self.scalar_dtype, objective=self.objective
+        )
+        return self.local(lanes)
 
     def prompts(self, bucket: int) -> Any:
         return self.local(pad_prompts([None] * self.num_replicas, bucket))
@@ -119,7 +126,8 @@ class Placement:
 
     def _slots(self, model: TransformerConfig, num_slots: int, length: int) -> Any:
         """Positions over fsdp, heads over tensor."""
-        make = functools.partial(streaming.empty_slots, model, num_slots, length)
+        num_terms = self.num_sums - 1
+        make = functools.partial(streaming.empty_slots, model, num_slots, length, num_terms)
         heads = sharding.TABLE["kv_heads"]
         spec = PartitionSpec(sharding.DATA, None, None, sharding.FSDP, heads, None)
         return jax.tree.map(

@@ -30,7 +30,8 @@ from thundersync_jax.learner.program_names import (
     Shapes,
     Whole,
 )
-from thundersync_jax.learner.streaming import Binding, Params, PromptSlots, ScoreSettings
+from thundersync_jax.learner.score import ScoreSettings
+from thundersync_jax.learner.streaming import Binding, Params, PromptSlots
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +65,7 @@ class Programs:
             mesh,
             num_slots=shapes.num_slots,
             slot_length=shapes.slot_length,
+            objective=settings.objective,
         )
         self.num_replicas = self.placement.num_replicas
         self._compiled: dict[Name, jax.stages.Compiled] = {}
@@ -151,14 +153,14 @@ class Programs:
     def prompt_backward(
         self,
         params: Params,
-        batch: Params,
+        sums: tuple[Params, ...],
         slots: PromptSlots,
         coefficients: np.ndarray,
         prompts: Prompts,
-    ) -> Params:
-        """`streaming.prompt_backward` on every replica; batch is donated. coefficients [R, 2]."""
+    ) -> tuple[Params, ...]:
+        """`streaming.prompt_backward` on every replica; sums are donated. coefficients [R, 2]."""
         program = self._get(PromptBackward(prompts.tokens.shape[1]))
-        return program(params, batch, slots, self._scalars(coefficients), prompts)
+        return program(params, sums, slots, self._scalars(coefficients), prompts)
 
     def close(
         self,
@@ -176,12 +178,14 @@ class Programs:
         return self._get(Whole.CLOSE)(batch, *pair, *scalars)
 
     def update(
-        self, master: Params, opt_state: Any, batch: Params, denominator: float
-    ) -> tuple[Params, Any, Params, jax.Array]:
+        self,
+        master: Params,
+        opt_state: Any,
+        sums: tuple[Params, ...],
+        denominators: Sequence[float],
+    ) -> tuple[Params, Any, tuple[Params, ...], jax.Array]:
         """`streaming.apply_update`; everything is donated."""
-        return self._get(Whole.UPDATE)(
-            master, opt_state, batch, self.placement.scalar_dtype.type(denominator)
-        )
+        return self._get(Whole.UPDATE)(master, opt_state, sums, self._scalars(denominators))
 
     def gather(self, master: Params) -> Params:
         """The replicas' copies of the master weights; the same arrays where they lie alike."""
@@ -227,6 +231,11 @@ class Programs:
                 return self._whole_program(name)
 
     @property
+    def _sums(self) -> tuple[Any, ...]:
+        """What the update divides: the batch sum and the term sums."""
+        return (self.placement.accumulator,) * self.placement.num_sums
+
+    @property
     def _summed(self) -> tuple[Any, ...]:
         """The accumulators that a verdict reaches: the batch sum and pairs."""
         return (self.placement.accumulator,) * (1 + 2 * self.shapes.num_pairs)
@@ -235,7 +244,8 @@ class Programs:
         place = self.placement
         num_lanes = self.lanes_per_call(name.bucket)
         slots = place.slots if name.prefix_bucket else None
-        buffers = (*self._summed, *(place.accumulator,) * self.shapes.num_held)
+        others = 2 * self.shapes.num_pairs + self.shapes.num_held
+        buffers = (*self._sums, *(place.accumulator,) * others)
         function = functools.partial(streaming.accumulate, self._settings, name.prefix_bucket)
         return _Program(
             self._on_replicas(function, 6),
@@ -261,12 +271,12 @@ class Programs:
                 arguments=(place.params, place.slots, prompts),
                 results=place.slots,
             )
-        acc, scalars = place.accumulator, place.local_scalars(2)
+        scalars = place.local_scalars(2)
         return _Program(
             self._on_replicas(functools.partial(streaming.prompt_backward, self._settings), 5),
             donated=(1,),
-            arguments=(place.params, acc, place.slots, scalars, prompts),
-            results=acc,
+            arguments=(place.params, self._sums, place.slots, scalars, prompts),
+            results=self._sums,
         )
 
     def _whole_program(self, name: Whole) -> _Program:
@@ -291,8 +301,13 @@ class Programs:
                 return _Program(
                     functools.partial(streaming.apply_update, self._optimizer),
                     donated=(0, 1, 2),
-                    arguments=(place.master, place.opt_state, acc, place.scalar()),
-                    results=(place.master, place.opt_state, acc, place.scalar()),
+                    arguments=(
+                        place.master,
+                        place.opt_state,
+                        self._sums,
+                        place.scalars(place.num_sums),
+                    ),
+                    results=(place.master, place.opt_state, self._sums, place.scalars()),
                 )
             case Whole.GATHER:
                 return _Program(

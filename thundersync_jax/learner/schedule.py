@@ -1,10 +1,12 @@
 """Which program call is due next, on every replica at once. Pure host decisions, no jax.
 
 Invariants:
-  * A group streams on a replica only while it holds a pair there; where none is free its members
-    wait (hold), at the latest until the group's rewards are all known: then they go direct. A group
+  * A cohort (a group, or all of the step) streams on a replica only while it holds a pair there;
+    where none is free its members wait (hold), at the latest until the cohort's rewards are all
+    known: then they go direct. So do all members where the score reads its advantage. A group
     without a prompt slot runs its prompt in every member. So every group closes with pools of any
     size, 0 included.
+  * What only owes reward-free terms (its attempt failed, its group has no advantage) runs for them.
   * A group may have partial sums on several replicas: each closes its own pair and its own share of
     the prompt.
   * Closing comes first, for it frees buffers; then held gradients whose verdict came; then the
@@ -20,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from thundersync_jax.learner.filling import Filling
-from thundersync_jax.learner.groups import Group, Held, Member, Path, Stage
+from thundersync_jax.learner.groups import Cohort, Group, Held, LearnerError, Member, Path, Stage
 from thundersync_jax.learner.packing import pack
 from thundersync_jax.learner.work import (
     BindWork,
@@ -30,6 +32,7 @@ from thundersync_jax.learner.work import (
     PromptWork,
     Work,
 )
+from thundersync_jax.losses.objective import Objective, Streams
 
 Ready = tuple[Group, tuple[Member, ...], Path]
 
@@ -55,18 +58,19 @@ class Schedule:
         num_held: int,
         pairs_per_call: int,
         lanes_per_call: Callable[[int], int],
-        advantage: str,
+        objective: Objective,
         pack_buckets: Sequence[int] = (),
     ) -> None:
         self._num_replicas = num_replicas
         self._pairs_per_call = pairs_per_call
         self._lanes_per_call = lanes_per_call
-        self._advantage = advantage
+        self._objective = objective
         self._pack_buckets = tuple(pack_buckets)
         self._free_pairs = [set(range(num_pairs)) for _ in range(num_replicas)]
         self._free_slots = [list(range(num_slots)) for _ in range(num_replicas)]
         self._free_held = [set(range(num_held)) for _ in range(num_replicas)]
         self._groups: dict[int, Group] = {}
+        self._step = Cohort(objective=objective)
 
     @property
     def groups(self) -> list[Group]:
@@ -77,6 +81,16 @@ class Schedule:
 
     def open(self, group: Group) -> None:
         """Adds a group; reserves a prompt slot at the replica with most free ones, if it shares."""
+        is_batch = self._objective.streams is Streams.BATCH
+        cohort = self._step if is_batch else Cohort(objective=self._objective)
+        if cohort.is_sealed:
+            raise LearnerError(
+                f"{group.name()}: the step's advantages are final (gradient or update was called), "
+                "and this group's rewards would change them: open it before, or in the next step"
+            )
+        cohort.groups.append(group)
+        cohort.is_sealed = not is_batch
+        group.cohort = cohort
         self._groups[group.group_id] = group
         if group.prefix_bucket:
             home = max(range(self._num_replicas), key=lambda r: (len(self._free_slots[r]), -r))
@@ -86,25 +100,32 @@ class Schedule:
             else:
                 group.prefix_bucket = 0
 
+    def seal(self) -> None:
+        """No further group opens in this step: what compares all of it is final."""
+        self._step.is_sealed = True
+
     def clear(self) -> None:
         """Forgets the step; every buffer is free again."""
+        for cohort in dict.fromkeys(group.cohort for group in self.groups):
+            for replica, pair in cohort.pairs.items():
+                self._free_pairs[replica].add(pair)
         for group in self.groups:
             self._release_slots(group)
-            for replica, pair in group.pairs.items():
-                self._free_pairs[replica].add(pair)
             for member in group.members:
                 if member.held is not None:
                     self._free_held[member.held.replica].add(member.held.index)
         self._groups = {}
+        self._step = Cohort(objective=self._objective)
 
     def unfinished(self) -> list[str]:
-        """What keeps open groups open, by name."""
-        return [name for group in self.groups if not group.is_closed for name in group.waiting()]
+        """The members that still need a verdict, by name."""
+        return [name for group in self.groups for name in group.waiting()]
 
     def next_work(self) -> Work | None:
         """The call that is due, its buffers taken; None when nothing is ready."""
         closing = [g for g in self.groups if self._ready_to_close(g)]
-        close = self._close([g for g in closing if g.pairs])
+        cohorts = dict.fromkeys(group.cohort for group in closing)
+        close = self._close([c for c in cohorts if c.pairs and c.is_accumulated])
         if close is not None:
             return close
         backward = self._prompts([g for g in closing if g.loaded], is_backward=True)
@@ -130,11 +151,12 @@ class Schedule:
     def mark_done(self, work: Work) -> None:
         """Records that the call's result is in the accumulators."""
         match work:
-            case CloseWork(replicas=groups):
-                for replica, group in enumerate(groups):
-                    if group is not None:
-                        self._free_pairs[replica].add(group.pairs.pop(replica))
-                        self._settle(group)
+            case CloseWork(replicas=cohorts):
+                for replica, cohort in enumerate(cohorts):
+                    if cohort is not None:
+                        self._free_pairs[replica].add(cohort.pairs.pop(replica))
+                        for group in cohort.groups:
+                            self._settle(group)
             case PromptWork(replicas=groups, is_backward=is_backward):
                 for replica, group in enumerate(groups):
                     if group is not None and is_backward:
@@ -153,10 +175,12 @@ class Schedule:
                             lane.member.path = Path.AHEAD
             case FoldWork():
                 for lane in work.lanes:
-                    if lane.path is not Path.AHEAD:
-                        for member in lane.members:
+                    for member in lane.members:
+                        member.owes_terms = False
+                        if lane.path is not Path.AHEAD and member.stage is not Stage.FAILED:
                             member.advance(Stage.DONE, lane.group.name(member))
-                            member.path = lane.path
+                            is_terms = lane.path is Path.TERMS
+                            member.path = Path.DIRECT if is_terms else lane.path
 
     # -- closing --------------------------------------------------------------------------------
 
@@ -166,24 +190,25 @@ class Schedule:
             return False
         if any(m.held is not None for m in group.members):
             return False
-        is_zero = group.moments(self._advantage).is_zero_variance
+        is_zero = group.is_zero
         for member in group.members:
-            if member.stage is Stage.READY and (is_zero or member.bucket == 0):
+            is_nothing = is_zero and not member.owes_terms
+            if member.stage is Stage.READY and (is_nothing or member.bucket == 0):
                 member.advance(Stage.DONE, group.name(member))  # coefficient or score exactly zero
                 member.path = Path.DIRECT
         if not group.is_accumulated:
             return False
-        if is_zero or all(m.bucket == 0 for m in group.members):
+        if not group.has_gradient:
             self._release_slots(group)  # nothing to differentiate through the prompt
         self._settle(group)
         return not group.is_closed
 
-    def _close(self, groups: Sequence[Group]) -> CloseWork | None:
+    def _close(self, cohorts: Sequence[Cohort]) -> CloseWork | None:
         """The pairs of one index, on every replica where that index closes."""
-        found: dict[int, dict[int, Group]] = {}
-        for group in groups:
-            for replica, pair in group.pairs.items():
-                found.setdefault(pair, {})[replica] = group
+        found: dict[int, dict[int, Cohort]] = {}
+        for cohort in cohorts:
+            for replica, pair in cohort.pairs.items():
+                found.setdefault(pair, {})[replica] = cohort
         if not found:
             return None
         index = max(found, key=lambda pair: len(found[pair]))
@@ -195,7 +220,7 @@ class Schedule:
         unused = [r for r in group.slots if r not in group.loaded]
         for replica in unused:
             self._free_slots[replica].append(group.slots.pop(replica))
-        group.is_closed = not group.pairs and not group.slots
+        group.is_closed = not group.cohort.pairs and not group.slots
 
     def _release_slots(self, group: Group) -> None:
         for replica, slot in group.slots.items():
@@ -231,7 +256,8 @@ class Schedule:
         busiest = best.replicas[loads.index(max(loads))][-1].group
         chosen: list[Group | None] = [None] * self._num_replicas
         for replica, load in enumerate(loads):
-            has_buffer = busiest.is_complete or self._free_pairs[replica]
+            has_pair = replica in busiest.cohort.pairs or self._free_pairs[replica]
+            has_buffer = busiest.is_complete or has_pair
             is_idle = load == min(loads) and replica not in busiest.slots
             if is_idle and has_buffer and self._free_slots[replica]:
                 busiest.slots[replica] = self._free_slots[replica].pop()
@@ -251,23 +277,31 @@ class Schedule:
         for group in self.groups:
             if group.is_closed or (group.prefix_bucket and not group.loaded):
                 continue
-            free = [m for m in group.members if m.bucket and m.held is None]
-            path = Path.DIRECT if group.is_complete else Path.STREAM
-            packs = pack(
-                [m for m in free if m.stage is Stage.READY],
-                self._pack_buckets,
-                is_direct=path is Path.DIRECT,
-            )
-            for bucket, members in packs:
+            for bucket, members, path in self._ready(group):
                 ready.setdefault((group.prefix_bucket, bucket), []).append((group, members, path))
-            for member in free:
-                if member.stage is Stage.CONTENT:
+            for member in group.members if self._objective.is_linear else ():
+                if member.bucket and member.held is None and member.stage is Stage.CONTENT:
                     shape = (group.prefix_bucket, member.bucket)
                     early.setdefault(shape, []).append((group, member))
         for shape in dict.fromkeys((*ready, *early)):
             fold = self._fill(*shape, ready.get(shape, []), early.get(shape, []))
             if fold.lanes:
                 yield fold
+
+    def _ready(self, group: Group) -> Iterator[tuple[int, tuple[Member, ...], Path]]:
+        """The group's lanes that can run now, as (bucket, members, path)."""
+        is_complete = group.is_complete
+        path = Path.DIRECT if is_complete else Path.STREAM
+        is_zero = is_complete and group.is_zero
+        for member in group.members:
+            has_no_share = is_zero or member.stage is Stage.FAILED
+            if has_no_share and member.is_terminal and member.owes_terms and member.held is None:
+                yield member.bucket, (member,), Path.TERMS
+        if is_zero or not (is_complete or self._objective.is_linear):
+            return
+        ready = [m for m in group.members if m.stage is Stage.READY and m.bucket and not m.held]
+        for bucket, members in pack(ready, self._pack_buckets, is_direct=is_complete):
+            yield bucket, members, path
 
     def _fill(
         self,
@@ -305,7 +339,7 @@ class Schedule:
         for replica, lanes in enumerate(fold.replicas):
             for lane in lanes:
                 if lane.pair is not None:
-                    lane.group.pairs[replica] = lane.pair
+                    lane.group.cohort.pairs[replica] = lane.pair
                     self._free_pairs[replica].discard(lane.pair)
                 if lane.held is not None:
                     lane.member.held = Held(replica=replica, index=lane.held)
@@ -330,7 +364,7 @@ class Schedule:
                 if lane.pair not in reached and len(reached) == self._pairs_per_call:
                     continue
                 reached.add(lane.pair)
-                lane.group.pairs[replica] = lane.pair
+                lane.group.cohort.pairs[replica] = lane.pair
                 self._free_pairs[replica].discard(lane.pair)
             chosen[replica] = lane
         return BindWork(index=index, replicas=tuple(chosen))
@@ -340,7 +374,7 @@ class Schedule:
         if member.reward is None or group.is_complete:
             return LaneWork(group=group, members=(member,), path=Path.DIRECT)
         free = self._free_pairs[held.replica]
-        pair = group.pairs.get(held.replica, min(free, default=None))
+        pair = group.cohort.pairs.get(held.replica, min(free, default=None))
         if pair is None:
             member.was_held = True
             return None

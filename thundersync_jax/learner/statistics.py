@@ -8,10 +8,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from thundersync_jax.config_sections import LearnerSection
 from thundersync_jax.errors import UserError
 from thundersync_jax.learner.groups import Group, Member, Path, Stage
 from thundersync_jax.learner.work import LaneWork
+from thundersync_jax.losses.advantages import is_constant
+from thundersync_jax.losses.objective import Objective
 from thundersync_jax.transport.messages import UpdateReport
 
 
@@ -41,33 +42,40 @@ def note_of(stats: np.ndarray, replica: int, lane: int) -> Note:
 class StepStatistics:
     """Collects what calls said of the trajectories that were folded in one step.
 
-    A group of equal rewards adds nothing to the gradient, whether its members were folded before
-    the last reward or never: they are not counted.
+    A group without an advantage adds nothing to the gradient but its terms, whether its members
+    were folded before the last reward or never: they are not counted.
     """
 
-    def __init__(self, config: LearnerSection) -> None:
-        self._config = config
+    def __init__(self, objective: Objective, max_logprob_gap: float) -> None:
+        self._objective = objective
+        self._max_logprob_gap = max_logprob_gap
         self._notes: list[tuple[LaneWork, Note]] = []
+        self._terms: list[tuple[LaneWork, Note]] = []
         self._held: dict[Member, Note] = {}
         self.has_gradient = False
 
     def add(self, lane: LaneWork, note: Note) -> None:
         """Counts a folded lane; a gradient ahead of its verdict waits for `release`."""
+        if self._objective.term_sums:
+            self._terms.append((lane, note))
+            self.has_gradient = True
         if lane.path is Path.AHEAD:
             self._held[lane.member] = note
-            return
-        self.has_gradient |= lane.path is Path.DIRECT and not self._is_zero(lane.group)
-        self._notes.append((lane, note))
+        elif lane.path is not Path.TERMS:
+            self.has_gradient |= lane.path is Path.DIRECT and not lane.group.is_zero
+            self._notes.append((lane, note))
 
     def release(self, lane: LaneWork) -> None:
         """The verdict of a held gradient came: it counts, or is forgotten if the attempt failed."""
         note = self._held.pop(lane.member)
         if lane.member.reward is not None:
-            self.add(lane, note)
+            self.has_gradient |= lane.path is Path.DIRECT and not lane.group.is_zero
+            self._notes.append((lane, note))
 
     def check_finite(self) -> None:
         """Raises NonFiniteGradientError."""
-        names = [_name(lane) for lane, note in self._counted() if not note.is_finite]
+        folded = self._terms or self._counted()
+        names = [_name(lane) for lane, note in folded if not note.is_finite]
         if names:
             more = f"; and {len(names) - 8} more" if len(names) > 8 else ""
             raise NonFiniteGradientError(
@@ -78,25 +86,23 @@ class StepStatistics:
 
     def check_gap(self) -> None:
         """Raises LogprobGapError when the data are not on-policy and nothing weights that."""
-        limit = self._config.max_logprob_gap
+        limit = self._max_logprob_gap
         counted = self._counted()
-        if self._config.tis_cap or not counted:
+        if self._objective.weighs_sampler or not counted:
             return
         lane, note = max(counted, key=lambda found: found[1].gap_max)
         if note.gap_max > limit:
             raise LogprobGapError(
                 f"{_name(lane)}: sampler and learner differ by {note.gap_max:.3g} nats at one "
                 f"token, more than learner.max_logprob_gap = {limit}. Check that both use the same "
-                "weights, temperature and dtype, or set learner.tis_cap to weight the difference"
+                "weights, temperature and dtype, or take an objective that weighs the difference: "
+                "learner.objective_options.tis_cap = 2 does"
             )
 
     def _counted(self) -> list[tuple[LaneWork, Note]]:
         groups = {lane.group for lane, _ in self._notes}
-        zero = {group for group in groups if self._is_zero(group)}
+        zero = {group for group in groups if group.is_zero}
         return [(lane, note) for lane, note in self._notes if lane.group not in zero]
-
-    def _is_zero(self, group: Group) -> bool:
-        return group.moments(self._config.advantage).is_zero_variance
 
     def report(
         self,
@@ -109,8 +115,7 @@ class StepStatistics:
     ) -> UpdateReport:
         """The step's report, once its update is done."""
         members = [m for g in groups for m in g.members]
-        rewards = [m.reward for m in members if m.reward is not None]
-        kind = self._config.advantage
+        rewards = [m.graded for m in members if m.graded is not None]
         counted = self._counted()
         num_tokens = sum(m.num_action_tokens for lane, _ in counted for m in lane.members)
         gap_sum = sum(note.gap_sum for _, note in counted)
@@ -121,7 +126,7 @@ class StepStatistics:
             num_groups=len(groups),
             num_trajectories=len(members),
             num_failed=sum(m.stage is Stage.FAILED for m in members),
-            zero_variance_groups=sum(g.moments(kind).is_zero_variance for g in groups),
+            zero_variance_groups=sum(is_constant(g.graded) for g in groups),
             action_tokens=sum(m.num_action_tokens for m in members if m.reward is not None),
             grad_norm=grad_norm,
             logprob_gap_mean=gap_sum / num_tokens if num_tokens else math.nan,

@@ -1,20 +1,22 @@
 """The streaming programs: pure functions over donated accumulators, one replica's view.
 
     prompt_forward    keys and values of a group's prompt, once per group and replica
-    accumulate        acc_b <- acc_b + C[b, k] g_k for every lane k and buffer b, g_k = grad S_k
+    accumulate        acc_b <- acc_b + C[b, k] g_k for every lane k and buffer b, g_k = grad S_k;
+                      with terms, one backward pass more for each of their sums K
     bind              a gradient computed ahead of its verdict goes where the verdict says
     close_group       batch <- batch + a G1 + b G2, and the pair is zero again
-    prompt_backward   batch <- batch + vjp of the prompt with the adjoint a K1 + b K2
+    prompt_backward   batch <- batch + vjp of the prompt with the adjoint a K1 + b K2; so the terms
     apply_update      one division, one clip, one optimizer step, and the batch sum is zero again
 
-`programs.py` runs all but the last under shard_map, manual over `data`: they see one replica and
-cannot communicate with another. A coefficient of exactly 0 leaves its buffer alone, so a non-finite
-g stays out of it. Accumulators have at least float32.
+The sums of a step are (batch, *terms): that of the score, and one for each of the objective's
+`term_sums`, which has a denominator of its own. `programs.py` runs all but the last under
+shard_map, manual over `data`: they see one replica and cannot communicate with another. A
+coefficient of exactly 0 leaves its buffer alone, so a non-finite g stays out of it. Accumulators
+have at least float32.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -25,24 +27,13 @@ import optax
 from flax import struct
 
 from thundersync_jax.learner.buckets import Lanes, Prompts
-from thundersync_jax.losses.logprobs import token_logprobs
-from thundersync_jax.losses.score import trajectory_score
+from thundersync_jax.learner.score import ScoreSettings, score
 from thundersync_jax.model.kv_cache import KeysValues
 from thundersync_jax.model.presets import TransformerConfig
-from thundersync_jax.model.transformer import forward, keys_values, output_kernel
+from thundersync_jax.model.transformer import keys_values
 
 Params = Any  # a pytree of arrays; the model alone knows its structure
 STATISTICS = 3  # numbers that a call says of a lane, in one array: each costs a transfer
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ScoreSettings:
-    """What a score depends on besides parameters and tokens; static in every program."""
-
-    model: TransformerConfig
-    temperature: float = 1.0
-    tis_cap: float = 0.0
-    logprob_chunk: int = 16384
 
 
 class PromptSlots(struct.PyTreeNode):
@@ -52,11 +43,13 @@ class PromptSlots(struct.PyTreeNode):
       kv: [S, L, P, K, H] in the model's dtype.
       adjoint1, adjoint2: [S, L, P, K, H] in at least float32; the prompt's shares of G1 and G2,
         to be differentiated through the prompt when the group closes.
+      terms: the same, the prompt's share of each term sum.
     """
 
     kv: KeysValues
     adjoint1: KeysValues
     adjoint2: KeysValues
+    terms: tuple[KeysValues, ...] = ()
 
 
 def zeros_like_params(params: Params) -> Params:
@@ -66,49 +59,21 @@ def zeros_like_params(params: Params) -> Params:
     )
 
 
-def empty_slots(model: TransformerConfig, num_slots: int, length: int) -> PromptSlots:
+def empty_slots(
+    model: TransformerConfig, num_slots: int, length: int, num_terms: int = 0
+) -> PromptSlots:
     shape = (num_slots, model.num_layers, length, model.num_kv_heads, model.head_dim)
     wide = jnp.promote_types(model.dtype, jnp.float32)
 
     def zeros(dtype: Any) -> KeysValues:
         return KeysValues(keys=jnp.zeros(shape, dtype), values=jnp.zeros(shape, dtype))
 
-    return PromptSlots(kv=zeros(model.dtype), adjoint1=zeros(wide), adjoint2=zeros(wide))
-
-
-def score(
-    settings: ScoreSettings, params: Params, prefix: KeysValues | None, lane: Lanes
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """S of one lane, the sum over its trajectories, and (gap_sum, gap_max) of it.
-
-    Args:
-      prefix: keys and values [L, P, K, H] of a shared prompt, or None.
-      lane: one lane's arrays [T] and scalars.
-    """
-    before = None
-    if prefix is not None:
-        before = (jnp.arange(prefix.keys.shape[1]) < lane.prefix_length)[None]
-        prefix = jax.tree.map(lambda x: x[:, None], prefix)  # a batch of one
-    hidden = forward(
-        settings.model,
-        params,
-        lane.tokens[None],
-        lane.positions[None],
-        lane.segment_ids[None],
-        prefix,
-        before,
-    )[0]
-    logprobs = token_logprobs(
-        hidden,
-        output_kernel(settings.model, params),
-        lane.targets,
-        temperature=settings.temperature,
-        chunk=settings.logprob_chunk,
+    return PromptSlots(
+        kv=zeros(model.dtype),
+        adjoint1=zeros(wide),
+        adjoint2=zeros(wide),
+        terms=tuple(zeros(wide) for _ in range(num_terms)),
     )
-    gap = jnp.abs(jax.lax.stop_gradient(logprobs) - lane.behavior_logprobs)
-    gap = jnp.where(lane.action_mask, gap, 0.0).astype(jnp.float32)
-    value = trajectory_score(logprobs, lane.behavior_logprobs, lane.weights, settings.tis_cap)
-    return value, (jnp.sum(gap), jnp.max(gap))
 
 
 def fold(acc: Params, coefficient: jax.Array, grad: Params) -> Params:
@@ -155,11 +120,12 @@ def accumulate(
     pair_coefficients: jax.Array,
     lanes: Lanes,
 ) -> tuple[tuple[Params, ...], PromptSlots | None, jax.Array]:
-    """Folds the score gradients of the filled lanes into every buffer.
+    """Folds the gradients of the filled lanes into every buffer.
 
     Args:
       prefix_bucket: positions of the slots to attend to; 0 for lanes without a shared prompt.
-      buffers: accumulators, donated by the caller.
+      buffers: accumulators, donated by the caller: the batch sum, the term sums, and others. A term
+        sum takes the gradient of its K, everything else that of S.
       slots: shared prompts, their adjoints donated; None when prefix_bucket is 0.
       coefficients: [len(buffers), K].
       pair_coefficients: [2, K], what the prompt's adjoint pair gets: (r_k - c, 1) on every path, or
@@ -174,18 +140,26 @@ def accumulate(
 
     def run_lane(lane: jax.Array, carry: Any) -> Any:
         buffers, slots, stats = carry
-        (grad, prefix_grad), (gap_sum, gap_max) = _lane_gradient(
+        grads, (gap_sum, gap_max) = _lane_gradients(
             settings, prefix_bucket, params, slots, lanes, lane
         )
-        leaves = jax.tree.leaves((grad, prefix_grad))
+        leaves = jax.tree.leaves(grads)
         is_finite = jnp.stack([jnp.all(jnp.isfinite(g)) for g in leaves]).all()
         stats = stats.at[:, lane].set(jnp.stack([gap_sum, gap_max, is_finite]))
-        buffers = tuple(fold(acc, coefficients[b, lane], grad) for b, acc in enumerate(buffers))
+        buffers = tuple(
+            fold(acc, coefficients[b, lane], grads[b if b < len(grads) else 0][0])
+            for b, acc in enumerate(buffers)
+        )
         if slots is not None:
             slot, pair = lanes.adjoint_slot[lane], pair_coefficients[:, lane]
+            (_, prefix_grad), *terms = grads
             slots = slots.replace(
                 adjoint1=fold_at(slots.adjoint1, slot, pair[0], prefix_grad),
                 adjoint2=fold_at(slots.adjoint2, slot, pair[1], prefix_grad),
+                terms=tuple(
+                    fold_at(share, lanes.slot[lane], coefficients[1 + m, lane], terms[m][1])
+                    for m, share in enumerate(slots.terms)
+                ),
             )
         return buffers, slots, stats
 
@@ -254,34 +228,48 @@ def prompt_forward(
         kv=jax.tree.map(store, slots.kv, kv),
         adjoint1=zero(slots.adjoint1),
         adjoint2=zero(slots.adjoint2),
+        terms=tuple(zero(share) for share in slots.terms),
     )
 
 
 def prompt_backward(
     settings: ScoreSettings,
     params: Params,
-    batch: Params,
+    sums: tuple[Params, ...],
     slots: PromptSlots,
     coefficients: jax.Array,
     prompts: Prompts,
-) -> Params:
-    """Adds the prompt's share of its group's gradient: one backward with the combined adjoint.
+) -> tuple[Params, ...]:
+    """Adds the prompt's share of its group's gradient: one backward with the combined adjoint, and
+    one for each term sum.
 
     Args:
-      coefficients: [2], those that close the group's pair; both 0 change nothing.
+      sums: (batch, *terms).
+      coefficients: [2], those that close the group's pair; both 0 leave the batch as it is.
     """
     bucket = prompts.tokens.shape[0]
+    is_prompt = jnp.arange(bucket) < prompts.length
+    kv, pull_back = jax.vjp(lambda p: _prompt_kv(settings, p, prompts), params)
+
+    def pulled_back(adjoint: KeysValues) -> Params:
+        def cotangent(a: jax.Array, x: jax.Array) -> jax.Array:
+            return jnp.where(is_prompt[None, :, None, None], a, 0).astype(x.dtype)
+
+        (grad,) = pull_back(jax.tree.map(cotangent, adjoint, kv))
+        return grad
 
     def combined(k1: jax.Array, k2: jax.Array) -> jax.Array:
         a, b = coefficients.astype(k1.dtype)
-        part = a * k1[prompts.slot, :, :bucket] + b * k2[prompts.slot, :, :bucket]
-        return jnp.where((jnp.arange(bucket) < prompts.length)[None, :, None, None], part, 0)
+        return a * k1[prompts.slot, :, :bucket] + b * k2[prompts.slot, :, :bucket]
 
-    kv, pull_back = jax.vjp(lambda p: _prompt_kv(settings, p, prompts), params)
-    adjoint = jax.tree.map(combined, slots.adjoint1, slots.adjoint2)
-    (grad,) = pull_back(jax.tree.map(lambda a, x: a.astype(x.dtype), adjoint, kv))
     is_used = jnp.any(coefficients != 0) & (prompts.length > 0)
-    return fold(batch, is_used.astype(coefficients.dtype), grad)
+    grad = pulled_back(jax.tree.map(combined, slots.adjoint1, slots.adjoint2))
+    batch = fold(sums[0], is_used.astype(coefficients.dtype), grad)
+    terms = []
+    for total, adjoint in zip(sums[1:], slots.terms, strict=True):
+        grad = pulled_back(jax.tree.map(lambda a: a[prompts.slot, :, :bucket], adjoint))
+        terms.append(fold(total, (prompts.length > 0).astype(coefficients.dtype), grad))
+    return (batch, *terms)
 
 
 def close_group(
@@ -313,22 +301,29 @@ def apply_update(
     optimizer: optax.GradientTransformation,
     master: Params,
     opt_state: optax.OptState,
-    batch: Params,
-    denominator: jax.Array,
-) -> tuple[Params, optax.OptState, Params, jax.Array]:
-    """Sums the replicas, divides once, negates once, steps once.
+    sums: tuple[Params, ...],
+    denominators: jax.Array,
+) -> tuple[Params, optax.OptState, tuple[Params, ...], jax.Array]:
+    """Sums the replicas, divides each sum once, negates once, steps once.
 
     With a non-finite norm parameters and moments stay as they are.
 
     Args:
       master: parameters in the optimizer's precision.
-      batch: [R, ...], each replica's sum of A_i g_i, the ascent direction.
-      denominator: scalar; action tokens or trajectories that arrived.
+      sums: [R, ...] each, every replica's (batch, *terms): ascent directions.
+      denominators: [num_sums]; what arrived, of each.
 
     Returns:
-      (master, opt_state, zeroed batch, norm of the normalised gradient before clipping).
+      (master, opt_state, zeroed sums, norm of the normalised gradient before clipping).
     """
-    grads = jax.tree.map(lambda g: -jnp.sum(g, axis=0) / denominator.astype(g.dtype), batch)
+
+    def descent(*parts: jax.Array) -> jax.Array:
+        by_sum = [
+            jnp.sum(g, axis=0) / d.astype(g.dtype) for g, d in zip(parts, denominators, strict=True)
+        ]
+        return -functools.reduce(jnp.add, by_sum)
+
+    grads = jax.tree.map(descent, *sums)
     norm = optax.tree.norm(grads)
 
     def step() -> tuple[Params, optax.OptState]:
@@ -336,7 +331,7 @@ def apply_update(
         return optax.apply_updates(master, updates), new_opt_state
 
     master, opt_state = jax.lax.cond(jnp.isfinite(norm), step, lambda: (master, opt_state))
-    return master, opt_state, jax.tree.map(jnp.zeros_like, batch), norm
+    return master, opt_state, jax.tree.map(jnp.zeros_like, sums), norm
 
 
 def _prompt_kv(settings: ScoreSettings, params: Params, prompts: Prompts) -> KeysValues:
@@ -347,7 +342,7 @@ def _prompt_kv(settings: ScoreSettings, params: Params, prompts: Prompts) -> Key
     return jax.tree.map(lambda x: x[:, 0], kv)
 
 
-def _lane_gradient(
+def _lane_gradients(
     settings: ScoreSettings,
     prefix_bucket: int,
     params: Params,
@@ -355,7 +350,10 @@ def _lane_gradient(
     lanes: Lanes,
     lane: jax.Array,
 ) -> Any:
-    """((gradient, gradient of the prefix or None), (gap_sum, gap_max)) of one lane."""
+    """([(gradient, gradient of the prefix or None) of S and of every K], (gap_sum, gap_max)).
+
+    One forward pass serves all of them.
+    """
     chosen: Lanes = jax.tree.map(lambda x: x[lane], lanes.replace(num_lanes=None))
     prefix = None
     if slots is not None:
@@ -364,4 +362,5 @@ def _lane_gradient(
     def score_of(params: Params, prefix: KeysValues | None) -> Any:
         return score(settings, params, prefix, chosen)
 
-    return jax.grad(score_of, argnums=(0, 1), has_aux=True)(params, prefix)
+    sums, pull_back, gaps = jax.vjp(score_of, params, prefix, has_aux=True)
+    return [pull_back(one) for one in jnp.eye(sums.shape[0], dtype=sums.dtype)], gaps

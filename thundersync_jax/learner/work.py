@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
-from thundersync_jax.learner.groups import Group, Member, Path
+from thundersync_jax.learner.groups import Cohort, Group, Member, Path
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -15,7 +15,7 @@ class LaneWork:
     Attributes:
       members: several only where one combination of their gradients is wanted: on the direct path,
         and of equal rewards.
-      pair: index of the group's pair on the lane's replica; STREAM only.
+      pair: index of the cohort's pair on the lane's replica; STREAM only.
       held: index of the held buffer on the lane's replica; AHEAD only.
     """
 
@@ -91,10 +91,10 @@ class PromptWork:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CloseWork:
-    """One close_group call: pair `index` of every replica whose group is accumulated there."""
+    """One close_group call: pair `index` of every replica whose cohort is accumulated there."""
 
     index: int
-    replicas: tuple[Group | None, ...]
+    replicas: tuple[Cohort | None, ...]
 
 
 Work = FoldWork | BindWork | PromptWork | CloseWork

@@ -1,0 +1,53 @@
+"""A user's own function, named in a configuration as "package.module:function".
+
+Imported and called here, so that whatever it raises is reported with the key that named it. Who
+calls it: what a configuration may replace (environments, objectives). Never imports jax.
+"""
+
+from __future__ import annotations
+
+import importlib
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from thundersync_jax.errors import ConfigError
+
+
+def import_factory(name: str, key: str) -> Callable[..., Any]:
+    """The function that `config.<key>` = "package.module:function" names; ConfigError."""
+    module_name, _, attribute = name.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # a user's code, whatever it raises
+        raise ConfigError(
+            f"config.{key} = {name!r}: importing {module_name} raised {describe_error(error)}. "
+            "Modules are looked up in the current directory, on PYTHONPATH and among the installed "
+            "packages"
+        ) from error
+    if not hasattr(module, attribute):
+        raise ConfigError(
+            f"config.{key} = {name!r}: module {module_name} has no {attribute!r}. Name a function "
+            "that it has"
+        )
+    return getattr(module, attribute)
+
+
+def call_factory(
+    factory: Callable[..., Any], name: str, options: Mapping[str, Any], options_key: str
+) -> Any:
+    """`factory(**options)`; ConfigError names the options and what was raised."""
+    try:
+        return factory(**options)
+    except Exception as error:  # a user's code, whatever it raises
+        raise ConfigError(
+            f"{name} with config.{options_key} = {dict(options)!r} raised "
+            f"{describe_error(error)}. Mend the options, or the function"
+        ) from error
+
+
+def describe_error(error: Exception) -> str:
+    """Type, message and place of an exception of a user's code."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    where = "" if "importlib" in last.filename else f" ({last.filename}, line {last.lineno})"
+    return f"{type(error).__name__}: {error}{where}"

@@ -1,0 +1,155 @@
+"""Whether an objective is what it declares: checked with numbers when a run starts.
+
+An objective that streams by trajectory or batch is only right if its advantages are affine in the
+reward and its score does not read them; nothing in its gradient would show it. `make_objective`
+calls `check_objective`; `advantages_of` is asked again whenever a group closes.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from thundersync_jax.errors import UserError
+from thundersync_jax.factory import describe_error
+from thundersync_jax.losses.advantages import AffineAdvantage, affine_advantage
+from thundersync_jax.losses.normalizers import Kind
+from thundersync_jax.losses.objective import (
+    Objective,
+    Streams,
+    Tokens,
+    every_group,
+    lane_sums,
+    term_weights,
+    token_weights,
+)
+
+_LENGTH = 6
+_RELATIVE = 1e-9  # of the greatest advantage: float64 leaves 1e-15 of rewards near 1
+
+
+class ObjectiveError(UserError, ValueError):
+    """An objective that is not what it declares: what was found, and what to declare."""
+
+
+def check_objective(objective: Objective) -> None:
+    """Raises ObjectiveError, or ValueError for its token weights."""
+    _check_declaration(objective)
+    for size in (1, 2, 3, 5, 8):
+        for seed in range(4):
+            rng = np.random.default_rng((size, seed))
+            rewards = rng.normal(1.0, 2.0, size) if seed else rng.integers(0, 2, size) * 1.0
+            advantages_of(objective, rewards)
+    _check_score(objective)
+
+
+def _check_declaration(objective: Objective) -> None:
+    name = f"objective {objective.name!r}"
+    if not isinstance(objective.streams, Streams):
+        raise ObjectiveError(
+            f"{name}: streams = {objective.streams!r}, expected one of {[str(s) for s in Streams]}"
+        )
+    if objective.group_terms and objective.is_linear:
+        raise ObjectiveError(
+            f"{name}: terms of scope GROUP ({', '.join(t.name for t in objective.group_terms)}) "
+            f"count with their group, which streams = {objective.streams.value!r} does not wait "
+            "for: give them scope CONTENT, or declare Streams.GROUP"
+        )
+    for terms in objective.term_sums:
+        if terms[0].normalizer.kind is Kind.GROUP_TOKEN_MEAN:
+            raise ObjectiveError(
+                f"{name}: {', '.join(t.name for t in terms)} of scope CONTENT cannot be normalised "
+                "by 'group_token_mean': a group's tokens are not known when its trajectories run. "
+                "Use 'token_mean' (option terms_normalizer)"
+            )
+    is_batch = objective.streams is Streams.BATCH
+    if is_batch and objective.normalizer.kind is Kind.GROUP_TOKEN_MEAN:
+        raise ObjectiveError(
+            f"{name}: streams = 'batch' has one pair for all groups, so 'group_token_mean' has no "
+            "group to divide by: use 'token_mean'"
+        )
+    if is_batch and objective.keeps_group is not every_group:
+        raise ObjectiveError(
+            f"{name}: streams = 'batch' folds a trajectory before its group is complete, so no "
+            "group can be dropped: keep every group (drop_equal_groups = False)"
+        )
+
+
+def advantages_of(
+    objective: Objective, rewards: np.ndarray
+) -> tuple[np.ndarray, AffineAdvantage | None]:
+    """The advantages of rewards in index order, and the line they lie on where they stream.
+
+    Args:
+      rewards: float64 [n]; none have no advantage.
+
+    Raises:
+      ObjectiveError: not one finite number each, or not affine although declared so.
+    """
+    if not rewards.size:
+        return np.zeros(0), affine_advantage(rewards, rewards)
+    name = f"objective {objective.name!r}"
+    found = np.asarray(objective.advantages(rewards.copy()), np.float64)
+    if found.shape != rewards.shape or not np.all(np.isfinite(found)):
+        raise ObjectiveError(
+            f"{name}: the rewards {rewards.tolist()} have the advantages {found.tolist()}: "
+            "expected one finite number each"
+        )
+    if not objective.is_linear:
+        return found, None
+    line = affine_advantage(rewards, found)
+    error = np.abs(line(rewards) - found).max()
+    # Rounding of rewards that are far from zero in relation to their spread.
+    rounding = 64 * np.finfo(np.float64).eps * np.abs(rewards).max() * abs(line.slope)
+    if error > _RELATIVE * np.abs(found).max() + rounding:
+        raise ObjectiveError(
+            f"{name} declares streams = {objective.streams.value!r}, but its advantages are not "
+            f"affine in the reward: {rewards.tolist()} have {found.tolist()}, {error:.3g} off the "
+            "line through the least and the greatest. Declare Streams.GROUP: its members then run "
+            "when their group's rewards are known"
+        )
+    return found, line
+
+
+def _check_score(objective: Objective) -> None:
+    """Its shape and gradient on a few tokens; the advantages are withheld where it streams."""
+    mask = np.arange(_LENGTH) % 3 != 2
+    rng = np.random.default_rng(0)
+    logprobs = jnp.asarray(rng.uniform(-3, -0.1, _LENGTH), jnp.float32)
+    tokens = Tokens(
+        logprobs=logprobs,
+        behavior_logprobs=logprobs + 0.1,
+        action_mask=jnp.asarray(mask),
+        segment_ids=jnp.ones(_LENGTH, jnp.int32),
+        advantages=None if objective.is_linear else jnp.ones(_LENGTH, jnp.float32),
+        reference_logprobs=logprobs - 0.1 if objective.needs_reference else None,
+        entropy=jnp.ones(_LENGTH, jnp.float32) if objective.needs_entropy else None,
+    )
+    weights = jnp.asarray(token_weights(objective, mask))
+    others = jnp.asarray(term_weights(objective, mask)) if objective.term_sums else None
+    parts = {"score": objective.score, **{t.name: t.value for t in objective.terms}}
+    for part, function in parts.items():
+        try:
+            shape = jnp.shape(function(tokens))
+        except Exception as error:  # a user's code, whatever it raises
+            raise ObjectiveError(
+                f"objective {objective.name!r}, which declares streams = "
+                f"{objective.streams.value!r}: {part} raised {describe_error(error)}. "
+                "Tokens.advantages is there with Streams.GROUP alone, and reference_logprobs and "
+                "entropy where a term says that it needs them"
+            ) from error
+        if shape != (_LENGTH,):
+            raise ObjectiveError(
+                f"objective {objective.name!r}: {part} of {_LENGTH} tokens has shape {shape}, "
+                f"expected one number a token"
+            )
+    gradient = jax.jacobian(
+        lambda x: lane_sums(objective, tokens.replace(logprobs=x), weights, others)
+    )(logprobs)
+    if not np.all(np.isfinite(gradient)):
+        raise ObjectiveError(
+            f"objective {objective.name!r}: the gradient of its sums is not finite: "
+            f"{np.asarray(gradient).tolist()}. Scores and terms must be finite where their inputs "
+            "are 0, as they are off the action mask"
+        )
