@@ -60,6 +60,8 @@ class Observer:
             for i in range(event.group_size)
         }
         self.group_size = event.group_size
+        self.refills = event.refills
+        self.num_groups = event.groups
         self.opened: list[int] = []
         self.dispatched: list[TrajectoryKey] = []
         self.running = set()
@@ -70,6 +72,18 @@ class Observer:
 
     def open_groups(self) -> set[int]:
         return {g for g in self.opened if self.missing(g)}
+
+    def end(self, key: TrajectoryKey, reward: float | None) -> None:
+        """A group without two different rewards is replaced while there are refills."""
+        self.verdicts[key] = reward
+        rewards = {r for k, r in self.verdicts.items() if k.group == key.group} - {None}
+        if not self.missing(key.group) and len(rewards) < 2 and self.refills:
+            self.refills -= 1
+            self.keys |= {
+                dataclasses.replace(key, group=self.num_groups, index=index)
+                for index in range(self.group_size)
+            }
+            self.num_groups += 1
 
     def missing(self, group: int) -> set[TrajectoryKey]:
         return {key for key in self.keys if key.group == group} - self.verdicts.keys()
@@ -99,11 +113,11 @@ class Observer:
                 self.content.add(key)
             case ev.SetReward(key=key, reward=reward):
                 assert key in self.content and key not in self.verdicts
-                self.verdicts[key] = reward
+                self.end(key, reward)
                 self.running.remove(key)
             case ev.SetFailed(key=key):
                 assert key.group in self.opened and key not in self.verdicts
-                self.verdicts[key] = None
+                self.end(key, None)
                 self.running.discard(key)
             case ev.Update():
                 assert self.is_released and self.verdicts.keys() == self.keys
@@ -150,11 +164,16 @@ class AnyOrder(RuleBasedStateMachine):
         return self.machine.state in states
 
     @precondition(lambda self: self.is_in(StepState.IDLE))
-    @rule(groups=st.integers(1, 4), group_size=st.integers(1, 3))
-    def open_step(self, groups: int, group_size: int) -> None:
+    @rule(groups=st.integers(1, 4), group_size=st.integers(1, 3), refills=st.integers(0, 2))
+    def open_step(self, groups: int, group_size: int, refills: int) -> None:
         self.step += 1
-        version = self.machine.policy_version
-        event = opened(step=self.step, policy_version=version, groups=groups, group_size=group_size)
+        event = opened(
+            step=self.step,
+            policy_version=self.machine.policy_version,
+            groups=groups,
+            group_size=group_size,
+            refills=refills,
+        )
         self.observer.begin(event)
         self.apply(event)
 
@@ -164,7 +183,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.apply(ev.ContentFinal(key=data.draw(st.sampled_from(self.silent()))))
 
     @precondition(lambda self: self.observer.step_open and self.graded())
-    @rule(data=st.data(), reward=st.floats(-1, 1))
+    @rule(data=st.data(), reward=st.sampled_from([-0.5, 0.0, 1.0]))
     def reward(self, data: st.DataObject, reward: float) -> None:
         key = data.draw(st.sampled_from(self.graded()))
         commands = self.apply(ev.RewardKnown(key=key, reward=reward))
@@ -180,6 +199,7 @@ class AnyOrder(RuleBasedStateMachine):
     @precondition(lambda self: self.is_in(StepState.ROLLING_OUT))
     @rule()
     def pass_deadline(self) -> None:
+        self.observer.refills = 0
         self.apply(ev.DeadlinePassed(timeout_s=60.0))
         assert self.is_in(StepState.DRAINING)
 
@@ -280,6 +300,28 @@ def test_back_pressure_opens_the_next_group_with_the_last_verdict_of_one() -> No
         ev.Dispatch(key=fakes.key(group=1, index=0)),
         ev.Dispatch(key=fakes.key(group=1, index=1)),
     ]
+
+
+def test_groups_that_tie_are_replaced_up_to_the_limit_and_the_run_ends_with_the_reason() -> None:
+    """One group and two refills, every reward 1: three groups a step, and no gradient."""
+    machine = StepMachine(started(max_empty_steps=2))
+    for step in range(2):
+        commands = machine.apply(opened(step=step, groups=1, refills=2))
+        for group in range(3):
+            assert ev.OpenGroup(group=group) in commands
+            for index in range(2):
+                key = fakes.key(step=step, group=group, index=index)
+                machine.apply(ev.ContentFinal(key=key))
+                commands = machine.apply(ev.RewardKnown(key=key, reward=1.0))
+        assert not any(isinstance(c, ev.OpenGroup) for c in commands)
+        assert machine.state is StepState.DRAINING
+        machine.apply(ev.LearnerIdle())
+        commands = machine.apply(ev.Updated(policy_version=0, is_empty=True))
+    assert isinstance(commands[-1], ev.StopRun)
+    assert commands[-1].reason == (
+        "2 steps in a row, up to step 1, had no gradient, although 2 groups of the last took the "
+        "place of others whose rewards tied, the limit (run.max_refilled_groups) being 2"
+    )
 
 
 @pytest.mark.parametrize(

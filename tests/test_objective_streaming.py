@@ -5,6 +5,7 @@ and of the paper's formula, for every arrival order, path mix and pool.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 
@@ -200,6 +201,13 @@ def section(name: str) -> LearnerSection:
     return LearnerSection(objective=objective, objective_options=options)
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def all_logprobs(model, params, ids: np.ndarray) -> jax.Array:
+    positions = jnp.broadcast_to(jnp.arange(LENGTH, dtype=jnp.int32), ids.shape)
+    hidden = forward(model, params, ids, positions, jnp.ones_like(ids), None, None)
+    return jax.nn.log_softmax(logits(model, params, hidden))
+
+
 def policy_values(model, params, cases: list[lc.Case]) -> list[tuple[np.ndarray, np.ndarray]]:
     """(log p, entropy) at the action tokens of every trajectory, from all logits."""
     rows = [(c.prompt, t) for c in cases for t in c.trajectories]
@@ -207,9 +215,7 @@ def policy_values(model, params, cases: list[lc.Case]) -> list[tuple[np.ndarray,
     for row, (prompt, trajectory) in enumerate(rows):
         both = [*prompt, *trajectory.token_ids.tolist()]
         ids[row, : len(both)] = both
-    positions = np.broadcast_to(np.arange(LENGTH, dtype=np.int32), ids.shape)
-    hidden = forward(model, params, ids, positions, np.ones_like(ids), None, None)
-    logprobs = np.asarray(jax.nn.log_softmax(logits(model, params, hidden)))
+    logprobs = np.asarray(all_logprobs(model, params, ids))
     entropy = -(np.exp(logprobs) * logprobs).sum(-1)
     found = []
     for row, (prompt, trajectory) in enumerate(rows):

@@ -30,6 +30,8 @@ class RunSection:
         last reward.
       num_steps: train steps in all, counting those before a resume.
       groups_per_step, group_size: tasks a step and trajectories a task.
+      max_refilled_groups: so many groups a step may open besides, each in place of one whose
+        rewards tied (dynamic sampling); an objective with drop_equal_groups leaves those out.
       step_timeout_s: a step that is not terminal by then fails its missing trajectories by name.
       watchdog_s: after so long without an event, what the step waits for is logged.
       max_empty_steps: this many steps in a row without a gradient stop the run with the reason.
@@ -41,6 +43,7 @@ class RunSection:
     num_steps: int = mutable(100)
     groups_per_step: int = 12
     group_size: int = 12
+    max_refilled_groups: int = 0
     max_open_groups: int = mutable(1024)
     step_timeout_s: float = mutable(600.0)
     watchdog_s: float = mutable(60.0)
@@ -52,6 +55,8 @@ class RunSection:
         check(self.mode in ("stream", "barrier"), "run.mode", self.mode, "'stream' or 'barrier'")
         for key in ("num_steps", "groups_per_step", "max_open_groups", "max_empty_steps"):
             check(getattr(self, key) >= 1, f"run.{key}", getattr(self, key), "at least 1")
+        refills = self.max_refilled_groups
+        check(refills >= 0, "run.max_refilled_groups", refills, "0 (off) or more")
         expected = "at least 2: the advantage of a lone trajectory is always 0"
         check(self.group_size >= 2, "run.group_size", self.group_size, expected)
         for key in ("step_timeout_s", "watchdog_s"):

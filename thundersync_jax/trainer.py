@@ -156,6 +156,7 @@ class Trainer:
                 step,
                 num_groups=self._config.run.groups_per_step,
                 group_size=self._config.run.group_size,
+                max_refilled=self._config.run.max_refilled_groups,
             )
             report = replay_step(learner, trajectories)
             learner.take_work_log()
@@ -175,9 +176,11 @@ class Trainer:
     async def _step(self, coordinator: Coordinator) -> None:
         config, step = self._config, self._position.num_steps
         self._start_profile(step)
-        tasks = self._cursor.tasks_at(self._position.task_position, config.run.groups_per_step)
+        num_groups = config.run.groups_per_step
+        num_tasks = num_groups + config.run.max_refilled_groups
+        tasks = self._cursor.tasks_at(self._position.task_position, num_tasks)
         prompts = [self._runtime.prompt_ids(task) for task in tasks]
-        self._progress.status(f"rolling out {len(tasks) * config.run.group_size} trajectories")
+        self._progress.status(f"rolling out {num_groups * config.run.group_size} trajectories")
         compiles_before, serving_before = self._compiles.count, self._runtime.worker.statistics()
         try:
             result = await coordinator.run_step(step, tasks, prompts)
@@ -197,7 +200,7 @@ class Trainer:
         for text in warnings_of(result):
             self._progress.message(text)
         self._add_to_timeline(result, work)
-        self._advance(len(tasks), result.report.is_empty, result.report.reward_mean)
+        self._advance(result.report.num_groups, result.report.is_empty, result.report.reward_mean)
         self._stop_profile(step)
         if self._position.num_steps % config.checkpoint.every_steps == 0:
             await self._save()

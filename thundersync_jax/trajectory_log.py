@@ -42,9 +42,13 @@ def write_step(directory: Path, step: int, trajectories: Sequence[TrajectoryReco
 
 
 def read_step(
-    directory: Path, step: int, *, num_groups: int, group_size: int
+    directory: Path, step: int, *, num_groups: int, group_size: int, max_refilled: int = 0
 ) -> list[TrajectoryRecord]:
-    """A committed step's trajectories, sorted by key; raises TrajectoryLogError."""
+    """A committed step's trajectories, sorted by key; raises TrajectoryLogError.
+
+    Args:
+      max_refilled: so many groups there may be besides.
+    """
     path = step_path(directory, step)
     if not path.exists():
         raise TrajectoryLogError(f"{path} does not exist: step {step} was not committed")
@@ -57,10 +61,11 @@ def read_step(
             "the step out again"
         ) from error
     found = sorted(trajectories, key=lambda t: t.key)
-    expected = [(step, group, index) for group in range(num_groups) for index in range(group_size)]
+    count = min(max(len(found) // group_size, num_groups), num_groups + max_refilled)
+    expected = [(step, group, index) for group in range(count) for index in range(group_size)]
     if [(t.key.step, t.key.group, t.key.index) for t in found] != expected:
         raise TrajectoryLogError(
-            f"{path} holds {len(found)} trajectories, expected those of {num_groups} groups of "
+            f"{path} holds {len(found)} trajectories, expected those of {count} groups of "
             f"{group_size}, each once: move it away to roll the step out again"
         )
     return found

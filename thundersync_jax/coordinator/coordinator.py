@@ -154,7 +154,10 @@ class Coordinator:
     async def run_step(
         self, step: int, tasks: Sequence[Task], prompts: Sequence[tuple[int, ...]]
     ) -> StepResult:
-        """Runs one group for each task and prompt, trains on them and publishes the weights."""
+        """Runs one group for each task and prompt, trains on them and publishes the weights.
+
+        The last `run.max_refilled_groups` of them are spare: for groups in place of tied ones.
+        """
         if self._step_run is not None:
             raise StateError(f"step {step} cannot run beside another: await that one first")
         self._learner.begin_step()
@@ -175,8 +178,9 @@ class Coordinator:
             ev.StepOpened(
                 step=step,
                 policy_version=self._machine.policy_version,
-                groups=len(tasks),
+                groups=len(tasks) - self._run.max_refilled_groups,
                 group_size=self._run.group_size,
+                refills=self._run.max_refilled_groups,
             )
         )
         loop_lag = LoopLag()

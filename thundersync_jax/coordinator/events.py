@@ -39,18 +39,23 @@ class RunStarted:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepOpened:
-    """A step begins: `groups` tasks of `group_size` trajectories, sampled by `policy_version`."""
+    """A step begins: `groups` tasks of `group_size` trajectories, sampled by `policy_version`.
+
+    Attributes:
+      refills: groups that may be opened besides, each in place of one whose rewards tied.
+    """
 
     step: int
     policy_version: int
     groups: int
     group_size: int
+    refills: int = 0
 
     def __post_init__(self) -> None:
-        if self.groups < 1 or self.group_size < 1:
+        if self.groups < 1 or self.group_size < 1 or self.refills < 0:
             raise ValueError(
                 f"step {self.step} needs at least one group of at least one trajectory, "
-                f"got {self.groups} groups of {self.group_size}"
+                f"got {self.groups} groups of {self.group_size} and {self.refills} refills"
             )
 
 

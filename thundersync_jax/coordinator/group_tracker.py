@@ -4,7 +4,7 @@ Invariants:
   * Every trajectory of a step gets exactly one of SetReward and SetFailed, unless the step is
     abandoned. A failure is never a reward of zero.
   * A group is opened once and dispatched whole; it closes with its last verdict, and then the next
-    may open.
+    may open. While refills are left, one whose rewards tie adds another to the step.
   * Stream mode releases the learner when the step opens, barrier mode after the last verdict;
     nothing else differs.
   * The optimizer runs once a step, after the last verdict and the last program. An empty step
@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from typing import TypeVar, assert_never
 
 from thundersync_jax.coordinator import events as ev
-from thundersync_jax.coordinator.admission import num_groups_to_open
+from thundersync_jax.coordinator.admission import is_tied, num_groups_to_open
 from thundersync_jax.trajectory import TrajectoryKey
 
 
@@ -109,6 +109,9 @@ class StepMachine:
         self._groups: dict[int, GroupState] = {}
         self._members: dict[int, Sequence[TrajectoryKey]] = {}
         self._missing: dict[int, int] = {}
+        self._rewards: dict[int, list[float]] = {}
+        self._group_size = 0
+        self._refills = self._refills_left = 0
         self._queue: collections.deque[int] = collections.deque()
 
     @property
@@ -138,9 +141,12 @@ class StepMachine:
                 self._move_trajectory(key, Trigger.CONTENT)
                 return [ev.AddTrajectory(key=key)]
             case ev.RewardKnown(key=key, reward=reward):
-                return self._end(key, Trigger.REWARD, ev.SetReward(key=key, reward=reward))
+                self._move_trajectory(key, Trigger.REWARD)
+                self._rewards[key.group].append(reward)
+                return self._end(key, ev.SetReward(key=key, reward=reward))
             case ev.AttemptFailed(key=key, reason=reason):
-                return self._end(key, Trigger.FAILURE, ev.SetFailed(key=key, reason=reason))
+                self._move_trajectory(key, Trigger.FAILURE)
+                return self._end(key, ev.SetFailed(key=key, reason=reason))
             case ev.DeadlinePassed(timeout_s=timeout_s):
                 return self._fail_missing(timeout_s)
             case ev.LearnerIdle():
@@ -160,20 +166,26 @@ class StepMachine:
         self._check_version("StepOpened", event.policy_version, self._policy_version)
         self._move_step(Trigger.OPEN)
         self._step = event.step
-        self._members = {
-            group: [
-                TrajectoryKey(step=event.step, group=group, index=index)
-                for index in range(event.group_size)
-            ]
-            for group in range(event.groups)
-        }
-        self._trajectories = {
-            key: TrajectoryState.WAITING for keys in self._members.values() for key in keys
-        }
-        self._groups = dict.fromkeys(self._members, GroupState.WAITING)
-        self._missing = dict.fromkeys(self._members, event.group_size)
-        self._queue = collections.deque(self._members)
+        self._group_size = event.group_size
+        self._refills = self._refills_left = event.refills
+        self._members, self._trajectories, self._groups = {}, {}, {}
+        self._missing, self._rewards = {}, {}
+        self._queue.clear()
+        for _ in range(event.groups):
+            self._add_group()
         return [*self._released_in(ev.Mode.STREAM), *self._open_groups()]
+
+    def _add_group(self) -> None:
+        group = len(self._groups)
+        self._members[group] = [
+            TrajectoryKey(step=self._step, group=group, index=index)
+            for index in range(self._group_size)
+        ]
+        self._trajectories |= dict.fromkeys(self._members[group], TrajectoryState.WAITING)
+        self._groups[group] = GroupState.WAITING
+        self._missing[group] = self._group_size
+        self._rewards[group] = []
+        self._queue.append(group)
 
     def _open_groups(self) -> list[ev.Command]:
         num_open = sum(state is GroupState.OPEN for state in self._groups.values())
@@ -192,14 +204,16 @@ class StepMachine:
         self._groups[group] = _next(f"group {group}", self._groups[group], Trigger.OPEN)
         return ev.OpenGroup(group=group)
 
-    def _end(self, key: TrajectoryKey, trigger: Trigger, command: ev.Command) -> list[ev.Command]:
+    def _end(self, key: TrajectoryKey, command: ev.Command) -> list[ev.Command]:
         """The one terminal event of `key`, and what follows if it is its group's or step's last."""
-        self._move_trajectory(key, trigger)
         group = key.group
         self._missing[group] -= 1
         if self._missing[group]:
             return [command]
         self._groups[group] = _next(f"group {group}", self._groups[group], Trigger.LAST_VERDICT)
+        if self._refills_left and is_tied(self._rewards[group]):
+            self._refills_left -= 1
+            self._add_group()
         if any(self._missing.values()):
             return [command, *self._open_groups()]
         self._move_step(Trigger.LAST_VERDICT)
@@ -210,6 +224,7 @@ class StepMachine:
         if self._state is not StepState.ROLLING_OUT:
             raise StateError(f"step {self._step} is {self._state.value}: no deadline is expected")
         self._queue.clear()
+        self._refills_left = 0
         commands: list[ev.Command] = []
         for key, state in self.waiting_for().items():
             if self._groups[key.group] is GroupState.WAITING:
@@ -217,7 +232,8 @@ class StepMachine:
             if state is not TrajectoryState.WAITING:
                 commands.append(ev.CancelAttempt(key=key))
             reason = f"{key} was {state.value} at the step's deadline of {timeout_s:g} s"
-            commands += self._end(key, Trigger.FAILURE, ev.SetFailed(key=key, reason=reason))
+            self._move_trajectory(key, Trigger.FAILURE)
+            commands += self._end(key, ev.SetFailed(key=key, reason=reason))
         return commands
 
     def _close_update(self, event: ev.Updated) -> list[ev.Command]:
@@ -232,6 +248,12 @@ class StepMachine:
         if self._empty_steps >= self._max_empty_steps:
             self._move_step(Trigger.STOP)
             reason = f"{self._empty_steps} steps in a row, up to step {self._step}, had no gradient"
+            if self._refills:
+                num_refilled = self._refills - self._refills_left
+                reason += (
+                    f", although {num_refilled} groups of the last took the place of others whose "
+                    f"rewards tied, the limit (run.max_refilled_groups) being {self._refills}"
+                )
             commands.append(ev.StopRun(reason=reason))
         return commands
 

@@ -54,7 +54,7 @@ class StepResult:
     """One finished step; times are seconds of the coordinator's clock.
 
     Attributes:
-      records: of every trajectory, in order of their keys.
+      records: of every trajectory of the groups that opened, in order of their keys.
       rollout_s: the last final content, None without any.
       last_reward_s: the last verdict.
       published_s: when the engines had the new weights, None for an empty step.
@@ -123,6 +123,7 @@ class StepRun:
             for group, (task, prompt) in enumerate(zip(tasks, prompts, strict=True))
             for index in range(group_size)
         }
+        self._opened: set[int] = set()
         self._wake = asyncio.Event()
         self._is_released = False
         self._due: ev.Update | ev.Publish | ev.CloseStep | None = None
@@ -245,6 +246,7 @@ class StepRun:
             case ev.ReleaseLearner():
                 self._is_released = True
             case ev.OpenGroup(group=group):
+                self._opened.add(group)
                 first = self._live[TrajectoryKey(step=self._step, group=group, index=0)]
                 self._learner.open_group(
                     group, first.task.task_id, first.prompt_ids, self._group_size
@@ -289,7 +291,10 @@ class StepRun:
         live.terminal_s = self._clock()
 
     def _records(self) -> tuple[TrajectoryRecord, ...]:
-        return tuple(self._record(key, live) for key, live in self._live.items())
+        """Of the groups that opened: spare ones may not have."""
+        return tuple(
+            self._record(key, live) for key, live in self._live.items() if key.group in self._opened
+        )
 
     def _record(self, key: TrajectoryKey, live: _Live) -> TrajectoryRecord:
         if live.verdict is None:
