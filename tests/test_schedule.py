@@ -10,12 +10,19 @@ from hypothesis import strategies as st
 
 from thundersync_jax.benchmarks import schedule as benchmark
 from thundersync_jax.learner.buckets import Example
-from thundersync_jax.learner.groups import Group, Member, Path, Stage
+from thundersync_jax.learner.groups import Cohort, Group, Member, Path, Stage
 from thundersync_jax.learner.schedule import Schedule
 from thundersync_jax.learner.work import BindWork, CloseWork, FoldWork, LaneWork, PromptWork
-from thundersync_jax.losses.objectives import grpo
+from thundersync_jax.losses.objectives import grpo, ppo, reinforce_pp
 
 CAPACITY = {4: 3, 8: 2}
+OBJECTIVES = (
+    grpo(),
+    grpo(entropy_coefficient=0.1),
+    ppo(entropy_coefficient=0.1),
+    reinforce_pp(),
+    reinforce_pp(entropy_coefficient=0.1),
+)
 
 
 class Model:
@@ -25,8 +32,9 @@ class Model:
         self.schedule = schedule
         self.pairs_per_call = pairs_per_call
         self.folded: collections.Counter[int] = collections.Counter()
+        self.paid: collections.Counter[int] = collections.Counter()
         self.held: dict[tuple[int, int], Member] = {}
-        self.owners: dict[tuple[int, int], Group] = {}
+        self.owners: dict[tuple[int, int], Cohort] = {}
 
     def run(self, max_calls: int) -> int:
         for done in range(max_calls):
@@ -44,15 +52,16 @@ class Model:
                             self.check_pair(replica, lane)
                             self.folded[id(lane.member)] += lane.member.reward is not None
                 case CloseWork(index=index, replicas=closing):
-                    for replica, group in enumerate(closing):
-                        if group is not None:
-                            assert group.is_accumulated
-                            assert self.owners.pop((replica, index)) is group
+                    for replica, cohort in enumerate(closing):
+                        if cohort is not None:
+                            assert cohort.is_accumulated
+                            assert self.owners.pop((replica, index)) is cohort
                 case PromptWork(replicas=replicas, is_backward=is_backward):
                     for replica, group in enumerate(replicas):
                         if group is not None:
                             assert (replica in group.loaded) == is_backward
-                            assert not is_backward or (group.is_accumulated and not group.pairs)
+                            is_accumulated = group.is_accumulated and not group.cohort.pairs
+                            assert not is_backward or is_accumulated
             self.schedule.mark_done(work)
         return max_calls
 
@@ -64,6 +73,11 @@ class Model:
             for lane in lanes:
                 assert lane.num_positions <= work.bucket
                 assert not lane.group.prefix_bucket or replica in lane.group.loaded
+                for member in lane.members:
+                    self.paid[id(member)] += 1
+                if lane.path is Path.TERMS:
+                    assert lane.member.owes_terms and lane.member.is_terminal
+                    continue
                 if lane.path is Path.AHEAD:
                     assert (replica, lane.held) not in self.held
                     assert lane.member.stage is Stage.CONTENT
@@ -76,10 +90,11 @@ class Model:
                     self.folded[id(member)] += 1
 
     def check_pair(self, replica: int, lane: LaneWork) -> None:
-        """A pair belongs to one group at a time on every replica."""
+        """A pair belongs to one cohort at a time on every replica."""
         assert (lane.path is Path.STREAM) == (lane.pair is not None)
         if lane.pair is not None:
-            assert self.owners.setdefault((replica, lane.pair), lane.group) is lane.group
+            cohort = lane.group.cohort
+            assert self.owners.setdefault((replica, lane.pair), cohort) is cohort
 
 
 def example(num_tokens: int) -> Example:
@@ -90,7 +105,10 @@ def example(num_tokens: int) -> Example:
 @given(data=st.data())
 @settings(max_examples=150, deadline=None)
 def test_every_order_of_events_ends_with_every_gradient_counted_once(data: st.DataObject):
-    """Pools of 0 to 2 of everything, 1 to 4 replicas, failures before and after `ahead`."""
+    """Pools of 0 to 2 of everything, 1 to 4 replicas, failures before and after `ahead`; what
+    streams by trajectory, group and batch, with reward-free terms and without.
+    """
+    objective = data.draw(st.sampled_from(OBJECTIVES), "objective")
     pairs = data.draw(st.integers(0, 2), "pairs")
     pairs_per_call = min(pairs, data.draw(st.integers(1, 2), "pairs per call"))
     schedule = Schedule(
@@ -100,7 +118,7 @@ def test_every_order_of_events_ends_with_every_gradient_counted_once(data: st.Da
         num_held=data.draw(st.integers(0, 2), "held"),
         pairs_per_call=pairs_per_call,
         lanes_per_call=CAPACITY.__getitem__,
-        objective=grpo(),
+        objective=objective,
         pack_buckets=data.draw(st.sampled_from([(), (4,), (4, 8)]), "pack buckets"),
     )
     model = Model(schedule, pairs_per_call)
@@ -124,6 +142,7 @@ def test_every_order_of_events_ends_with_every_gradient_counted_once(data: st.Da
             shortest = max(member.bucket // 4, 1)
             length = data.draw(st.integers(shortest, max(member.bucket, 1)))
             member.example = example(length)
+            member.owes_terms = bool(member.bucket and objective.term_sums)
         elif member.stage is Stage.CONTENT and data.draw(st.integers(0, 4)) > 0:
             member.advance(Stage.READY, name)
             member.reward = float(data.draw(st.integers(0, 2)))
@@ -132,6 +151,8 @@ def test_every_order_of_events_ends_with_every_gradient_counted_once(data: st.Da
         model.run(data.draw(st.integers(0, 3)))
     assert model.run(1000) < 1000
     assert not schedule.unfinished()
+    schedule.seal()
+    assert model.run(1000) < 1000
     assert not model.held and not model.owners
     for group in groups:
         assert group.is_closed and not group.cohort.pairs and not group.slots
@@ -141,6 +162,9 @@ def test_every_order_of_events_ends_with_every_gradient_counted_once(data: st.Da
             assert (member.path is not None) == has_reward
             most = int(has_reward and bool(member.bucket))
             least = 0 if is_zero else most
+            if objective.term_sums:
+                assert not member.owes_terms
+                assert model.paid[id(member)] == int(bool(member.bucket))
             assert least <= model.folded[id(member)] <= most
 
 

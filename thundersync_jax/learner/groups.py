@@ -58,7 +58,10 @@ class Path(enum.Enum):
     DIRECT = "direct"  # the group's rewards were all known: straight to the batch accumulator
     STREAM = "stream"  # the group was open: into its pair (G1, G2)
     AHEAD = "ahead"  # its verdict was open: computed, held, and folded when the verdict came
-    TERMS = "terms"  # a call's lane, never a trajectory's path: reward-free terms and nothing else
+    TERMS = "terms"  # of a lane alone: reward-free terms, and nothing of the score
+
+
+FINAL_PATHS = (Path.DIRECT, Path.STREAM, Path.AHEAD)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from thundersync_jax.errors import UserError
-from thundersync_jax.learner.groups import Group, Member, Path, Stage
+from thundersync_jax.learner.groups import FINAL_PATHS, Group, Member, Path, Stage
 from thundersync_jax.learner.work import LaneWork
 from thundersync_jax.losses.advantages import is_constant
 from thundersync_jax.losses.objective import Objective
@@ -132,7 +132,7 @@ class StepStatistics:
             logprob_gap_mean=gap_sum / num_tokens if num_tokens else math.nan,
             logprob_gap_max=max((note.gap_max for _, note in counted), default=math.nan),
             learning_rate=learning_rate,
-            paths={path.value: sum(m.path is path for m in members) for path in Path},
+            paths={path.value: sum(m.path is path for m in members) for path in FINAL_PATHS},
             num_held=sum(m.was_held for m in members),
         )
 
