@@ -5,19 +5,21 @@ declaration may not claim.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import math
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from thundersync_jax.config import resolve
 from thundersync_jax.errors import ConfigError
 from thundersync_jax.losses import token_scores
 from thundersync_jax.losses.normalizers import Counts, Kind, Normalizer
 from thundersync_jax.losses.objective import (
     Objective,
-    Scope,
     Streams,
     Tokens,
     lane_sums,
@@ -339,13 +341,9 @@ def test_options_that_exclude_each_other_are_refused(name: str, options: dict, m
         make_objective(name, options)
 
 
-def mine(strength: float) -> Objective:
-    """A user's own objective, as a file of theirs would declare it."""
-    return declared(advantages=lambda rewards: strength * (rewards - np.median(rewards)))
-
-
-def test_a_users_own_objective_is_a_function_in_their_file():
-    objective = make_objective("test_objectives:mine", {"strength": 2.0})
-    assert objective.terms == () and objective.group_terms == ()
-    assert Scope("content") is Scope.CONTENT
-    assert objective.advantages(np.array([0.0, 1.0, 4.0])).tolist() == [-2.0, 0.0, 6.0]
+def test_the_example_of_a_users_own_objective_is_one(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1]))
+    section = resolve(importlib.import_module("configs.custom_objective").get_config()).learner
+    objective = make_objective(section.objective, section.objective_options)
+    assert objective.name == "median_baseline" and objective.num_sums == 1
+    assert objective.advantages(np.array([0.0, 1.0, 4.0])).tolist() == [-1.0, 0.0, 3.0]
