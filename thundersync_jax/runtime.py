@@ -79,7 +79,14 @@ async def build(
 ) -> Runtime:
     """Makes every part; raises ConfigError and the parts' own errors for what cannot work."""
     began_s = time.monotonic()
-    make_objective(config.learner.objective, config.learner.objective_options)
+    objective = make_objective(config.learner.objective, config.learner.objective_options)
+    check(
+        not objective.needs_reference,
+        "learner.objective",
+        objective.name,
+        "one without a KL to a reference policy: this run has none that would score its rollouts",
+        "Set learner.objective_options.kl_coefficient = 0.",
+    )
     suite = load_suite(config.env)
     tokenizer = word_tokenizer(suite.vocabulary)
     model = make_model(config, tokenizer)
