@@ -155,8 +155,8 @@ class Schedule:
                 for replica, cohort in enumerate(cohorts):
                     if cohort is not None:
                         self._free_pairs[replica].add(cohort.pairs.pop(replica))
-                        for group in cohort.groups:
-                            self._settle(group)
+                        for closed in cohort.groups:
+                            self._settle(closed)
             case PromptWork(replicas=groups, is_backward=is_backward):
                 for replica, group in enumerate(groups):
                     if group is not None and is_backward:
