@@ -47,7 +47,7 @@ def get_config() -> ConfigDict:
     config.rollout.tool_timeout_s = 120.0
     config.sandbox.num_slots = 32
 
-    # Three agents of four wait for their tools, and on a CPU every empty row costs as much as a full
+    # Three agents of four wait for their tools, and on a CPU an empty row costs as much as a full
     # one: few slots, and observations one by one.
     config.serving.num_slots = 8
     config.serving.steps_per_sync = 4

@@ -24,7 +24,7 @@ from collections.abc import Iterable
 
 from thundersync_jax.model.transformer import Params
 from thundersync_jax.serving.batch import DecodeBatch
-from thundersync_jax.serving.command_thread import CommandThread, settle
+from thundersync_jax.serving.command_thread import CommandThread, answer_of, settle
 from thundersync_jax.serving.engine import PolicyEngine
 from thundersync_jax.serving.sessions import Decode, Turn, TurnState
 from thundersync_jax.serving.slots import Finished, SlotTable
@@ -142,18 +142,12 @@ class ServingWorker:
         """Samples one turn. Its cancellation or deadline closes the session and frees its slot."""
         turn, future = Turn(request=request), asyncio.get_running_loop().create_future()
         self._thread.send(_Submit(turn=turn, future=future))
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                return await future
-        except asyncio.CancelledError:
-            await self.release(request.session)
-            raise
-        except TimeoutError:
-            await self.release(request.session)
-            raise ServingError(
-                f"{request.session}: no turn within {self._timeout_s} s "
-                f"(serving.request_timeout_s); it was {turn.state.value}"
-            ) from None
+        return await answer_of(
+            future,
+            timeout_s=self._timeout_s,
+            release=lambda: self.release(request.session),
+            over_time=lambda: f"{request.session}: it was {turn.state.value} and had no turn",
+        )
 
     async def release(self, session: TrajectoryKey) -> None:
         """Frees the session's row; a turn in flight gets a ServingError."""
