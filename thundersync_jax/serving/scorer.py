@@ -38,6 +38,7 @@ from thundersync_jax.model.kv_cache import KVCache, init_cache
 from thundersync_jax.model.presets import TransformerConfig
 from thundersync_jax.serving.command_thread import CommandThread, answer_of, settle
 from thundersync_jax.serving.placement import lower_on, place_cache, replicate, serving_mesh
+from thundersync_jax.serving.request_check import check_types
 from thundersync_jax.serving.score_table import ScorePiece, ScoreTable, Scoring
 from thundersync_jax.serving.weights import WeightStore
 from thundersync_jax.trajectory import TrajectoryKey
@@ -199,6 +200,7 @@ class Scorer:
 
     async def score(self, request: ScoreRequest) -> ScoreResult:
         """Scores context_ids[first:]. Cancellation or the deadline closes the session."""
+        check_types(request)
         scoring = Scoring(request=request)
         future: _Future = asyncio.get_running_loop().create_future()
         self._thread.send(_Submit(scoring=scoring, future=future))

@@ -26,6 +26,7 @@ from thundersync_jax.model.transformer import Params
 from thundersync_jax.serving.batch import DecodeBatch
 from thundersync_jax.serving.command_thread import CommandThread, answer_of, settle
 from thundersync_jax.serving.engine import PolicyEngine
+from thundersync_jax.serving.request_check import check_types, check_version
 from thundersync_jax.serving.sessions import Decode, Turn, TurnState
 from thundersync_jax.serving.slots import Finished, SlotTable
 from thundersync_jax.trajectory import TrajectoryKey
@@ -140,6 +141,7 @@ class ServingWorker:
 
     async def sample(self, request: SampleRequest) -> SampleResult:
         """Samples one turn. Its cancellation or deadline closes the session and frees its slot."""
+        check_types(request)
         turn, future = Turn(request=request), asyncio.get_running_loop().create_future()
         self._thread.send(_Submit(turn=turn, future=future))
         return await answer_of(
@@ -208,12 +210,7 @@ class ServingWorker:
     def _admit(self, turn: Turn) -> None:
         request = turn.request
         try:
-            version = self._engine.weights.current().version
-            if request.policy_version not in (None, version):
-                raise ServingError(
-                    f"{request.session} asks for version {request.policy_version}, and the weights "
-                    f"are of version {version}: release the session and begin it again"
-                )
+            check_version(request, self._engine.weights.current().version)
             self._table.submit(turn, time.monotonic())
         except ServingError as error:
             self._settle(turn, error)
