@@ -7,6 +7,7 @@ Fields made with `mutable` may differ when a work directory is resumed. Never im
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
