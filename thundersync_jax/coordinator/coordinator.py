@@ -174,15 +174,7 @@ class Coordinator:
             commit=self._commit,
             clock=self._clock,
         )
-        step_run.apply(
-            ev.StepOpened(
-                step=step,
-                policy_version=self._machine.policy_version,
-                groups=len(tasks) - self._run.max_refilled_groups,
-                group_size=self._run.group_size,
-                refills=self._run.max_refilled_groups,
-            )
-        )
+        step_run.apply(self._opening(step, len(tasks)))
         loop_lag = LoopLag()
         loop_lag.start()
         watchdog = Watchdog(
@@ -213,6 +205,16 @@ class Coordinator:
                 self.request_stop(step_run.stop_reason)
             await step_run.end_attempts()
         return step_run.result(max_loop_lag_s)
+
+    def _opening(self, step: int, num_tasks: int) -> ev.StepOpened:
+        refills = self._run.max_refilled_groups
+        return ev.StepOpened(
+            step=step,
+            policy_version=self._machine.policy_version,
+            groups=num_tasks - refills,
+            group_size=self._run.group_size,
+            refills=refills,
+        )
 
     def _pass_deadline(self, step_run: StepRun) -> None:
         if self._machine.state is StepState.ROLLING_OUT:
