@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -26,6 +31,7 @@ from thundersync_jax.learner.program_names import distillation_program_names
 from thundersync_jax.learner.statistics import LogprobGapError, NonFiniteGradientError
 from thundersync_jax.trajectory import ScoredTurn, TrajectoryError
 
+TESTS = Path(__file__).parent
 MODEL = lc.tiny()
 COMBINATIONS = [("idle", 0), ("idle", 3), ("always", 3), ("never", 3)]
 
@@ -296,6 +302,25 @@ def test_a_gradient_that_is_not_finite_names_its_trajectory_and_updates_nothing(
         distiller.add_trajectory(group, 0, tokens)
     with pytest.raises(NonFiniteGradientError, match=r"not finite for group 0 \(task 'a'\)"):
         distiller.update()
+
+
+def test_on_a_mesh_the_gradient_is_the_same_and_replicas_do_not_communicate():
+    """Two replicas of four devices, with caches for some of the trajectories."""
+    done = subprocess.run(
+        [sys.executable, str(TESTS / "turn_mesh_run.py"), "2", "2", "2"],
+        env={**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        cwd=TESTS,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout)
+    assert max(found["distances"]) <= 1e-5
+    assert found["paths"]["turns"] > 0
+    assert len(found["programs"]) == 7
+    for name, report in found["programs"].items():
+        assert report == {"crosses_data": 0, "is_in_place": True}, name
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,7 @@ def test_holding_the_prefix_constant_is_far_from_the_gradient():
             run.stream(segments)
             missing.append(lc.rel_l2(run.batch, oc.plain_gradient(MODEL, params, [case], cap=CAP)))
     print("relative L2 left out:", np.round(missing, 3))
-    assert len(missing) >= 5 and min(missing) > 0.02 and np.median(missing) > 0.1
+    assert len(missing) >= 5 and min(missing) > 0.02 and np.median(missing) > 0.05
 
 
 def test_a_turn_that_waits_for_the_end_joins_its_score_and_its_ledger():
