@@ -188,7 +188,8 @@ def _make_programs(
     serving, max_context = config.serving, config.model.max_context
     engine = PolicyEngine(model, serving, max_context)
     reserved = [device_bytes(model, serving, max_context)]
-    scorer, make = None, functools.partial(Learner, config.learner)
+    scorer: Scorer | None = None
+    make: Callable[..., Learner | Distiller] = functools.partial(Learner, config.learner)
     if teacher is not None:
         scorer = Scorer(
             teacher,

@@ -86,9 +86,7 @@ def make_distiller(
     config = LearnerSection(max_logprob_gap=100.0, buckets=buckets, tokens_per_step=80)
     section = OpdSection(**opd)
     params = init_params(model, 0)
-    distiller = Distiller(config, section, optimizer or OptimizerSection(), model, params)
-    distiller.warm_up()
-    return distiller
+    return Distiller(config, section, optimizer or OptimizerSection(), model, params)
 
 
 def open_groups(distiller: Distiller, cases: list[TurnCase]) -> list[int]:
