@@ -119,6 +119,7 @@ def test_the_last_turn_is_never_replayed_and_waiting_turns_run_once_more():
     seen = {}
     for stream_turns, is_eager in (("always", True), ("always", False), ("never", True)):
         distiller = shared(stream_turns, 3)
+        distiller.take_work_log()
         (group,) = open_groups(distiller, [case])
         for number, turn in enumerate(case.turns):
             distiller.add_turn(group, 0, turn)
@@ -128,7 +129,6 @@ def test_the_last_turn_is_never_replayed_and_waiting_turns_run_once_more():
         distiller.work()
         kinds = [item.path for item in distiller.take_work_log()]
         report = distiller.update()
-        distiller.take_work_log()
         seen[stream_turns, is_eager] = (kinds, report.replayed_tokens, dict(report.paths))
     by_turns, whole = {"turns": 1, "whole": 0}, {"turns": 0, "whole": 1}
     stream, forward, close, replay = "turn_stream", "turn_forward", "turn_close", "turn_replay"
