@@ -128,6 +128,7 @@ class Distiller:
         )
         self._next_group_id = 0
         self._log = WorkLog()
+        self._postponed: SegmentWork | None = None
         self._buffers = TurnBuffers(programs)
         self._begin_step()
 
@@ -307,7 +308,7 @@ class Distiller:
             math.inf if is_weighted else self._config.max_logprob_gap
         )
         self._failure: NonFiniteGradientError | None = None
-        self._postponed: SegmentWork | None = None
+        self._postponed = None
 
     def _find(self, group_id: int, index: int) -> tuple[Group, Member]:
         group = self._groups.get(group_id)

@@ -44,10 +44,12 @@ class TurnBuffers:
         )
         match work.kind:
             case SegmentKind.FORWARD:
+                assert self._caches is not None
                 self._caches = programs.forward(name, params, self._caches, lanes)
                 jax.block_until_ready(self._caches)
                 return None
             case SegmentKind.REPLAY:
+                assert self._caches is not None
                 self.batch, self._caches, stats = programs.replay(
                     name, params, self.batch, self._caches, lanes
                 )
