@@ -144,7 +144,7 @@ def test_a_work_directory_resumes_its_own_configuration_only(tmp_path: Path):
     workdir = WorkDirectory(tmp_path / "run")
     workdir.open(RunConfig())
     assert not workdir.config.exists()  # a refused configuration does not claim the directory
-    workdir.claim(RunConfig())
+    workdir.claim(RunConfig(), tokenizer="0")
     with pytest.raises(ConfigError, match="in use by another process"):
         WorkDirectory(tmp_path / "run").open(RunConfig())
     workdir.close()

@@ -17,6 +17,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from thundersync_jax.config_opd import OpdSection
 from thundersync_jax.config_sections import (
     CheckpointSection,
     DataSection,
@@ -41,6 +42,7 @@ class RunConfig:
     run: RunSection = dataclasses.field(default_factory=RunSection)
     model: ModelSection = dataclasses.field(default_factory=ModelSection)
     learner: LearnerSection = dataclasses.field(default_factory=LearnerSection)
+    opd: OpdSection = dataclasses.field(default_factory=OpdSection)
     optimizer: OptimizerSection = dataclasses.field(default_factory=OptimizerSection)
     sampling: SamplingSection = dataclasses.field(default_factory=SamplingSection)
     serving: ServingSection = dataclasses.field(default_factory=ServingSection)
@@ -60,6 +62,15 @@ class RunConfig:
             self.learner.buckets,
             f"a last bucket of at least model.max_context = {self.model.max_context} tokens",
             "Add a longer bucket or shorten the context.",
+        )
+        longest = max(self.opd.prefix_buckets, default=self.model.max_context)
+        check(
+            longest >= self.model.max_context - 1,
+            "opd.prefix_buckets",
+            self.opd.prefix_buckets,
+            f"a last length of at least {self.model.max_context - 1}: all of model.max_context but "
+            "one token",
+            "() takes the longest of learner.buckets.",
         )
         is_untruncated = (
             self.sampling.top_k == 0
@@ -84,6 +95,11 @@ def default_config() -> ConfigDict:
 def resolve(config: ConfigDict) -> RunConfig:
     """Checks an edited ConfigDict and freezes it; raises ConfigError."""
     return _build(RunConfig, config.to_dict(), "")
+
+
+def from_dict(values: Mapping[str, Any]) -> RunConfig:
+    """The configuration of a config.json; raises ConfigError."""
+    return _build(RunConfig, values, "")
 
 
 def to_dict(config: RunConfig) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Sequence
 
@@ -23,6 +24,7 @@ from thundersync_jax.envs.data import load_tasks
 from thundersync_jax.errors import ConfigError, check
 from thundersync_jax.factory import call_factory, import_factory
 from thundersync_jax.learner.compilation import compile_apart
+from thundersync_jax.learner.distiller import Distiller
 from thundersync_jax.learner.learner import Learner
 from thundersync_jax.losses.objectives import make_objective
 from thundersync_jax.model.presets import TransformerConfig, preset
@@ -30,12 +32,15 @@ from thundersync_jax.model.sharded import check_mesh, init_on_mesh
 from thundersync_jax.rollout.agent import derive_seed
 from thundersync_jax.rollout.chat import Tokenizer, TokenizerError, word_tokenizer
 from thundersync_jax.rollout.rollout import RolloutRunner
+from thundersync_jax.rollout.scoring import TurnListener
 from thundersync_jax.sandbox.base import SandboxPool
 from thundersync_jax.sandbox.selection import open_pool
 from thundersync_jax.serving.engine import PolicyEngine
 from thundersync_jax.serving.memory import device_bytes
+from thundersync_jax.serving.scorer import Scorer
 from thundersync_jax.serving.worker import ServingWorker
 from thundersync_jax.sharding import MeshShape, make_mesh
+from thundersync_jax.teacher import Teacher, find_teacher
 from thundersync_jax.trajectory import Task
 from thundersync_jax.workdir import WorkDirectory
 
@@ -53,16 +58,24 @@ class Runtime:
     tokenizer: Tokenizer
     train_tasks: Sequence[Task]
     eval_tasks: Sequence[Task]
-    learner: Learner
+    learner: Learner | Distiller
     worker: ServingWorker
+    teacher: Teacher | None
+    scorer: Scorer | None
     sandboxes: SandboxPool
     began_s: float  # on time.monotonic's clock
 
     def prompt_ids(self, task: Task) -> tuple[int, ...]:
         return self.tokenizer.encode(self.suite.prompt(task))
 
-    def runner(self, sampling: SamplingSection, *, purpose: int) -> RolloutRunner:
-        """Runs attempts; runners of different `purpose` draw independently."""
+    def runner(
+        self, sampling: SamplingSection, *, purpose: int, on_turn: TurnListener | None = None
+    ) -> RolloutRunner:
+        """Runs attempts; runners of different `purpose` draw independently.
+
+        Args:
+          on_turn: hears every turn that the teacher scored; None asks no teacher.
+        """
         return RolloutRunner(
             client=self.worker,
             suite=self.suite,
@@ -72,6 +85,8 @@ class Runtime:
             sampling=sampling,
             run_seed=derive_seed(self.config.run.seed, purpose),
             max_context=self.config.model.max_context,
+            teacher=None if on_turn is None else self.scorer,
+            on_turn=on_turn,
         )
 
 
@@ -91,6 +106,7 @@ async def build(
     suite = load_suite(config.env)
     tokenizer = word_tokenizer(suite.vocabulary)
     model = make_model(config, tokenizer)
+    teacher = find_teacher(config, tokenizer)
     mesh = make_learner_mesh(config, model)
     train_tasks = _tasks(config, suite, workdir, config.data.train_split)
     eval_tasks = (
@@ -104,8 +120,9 @@ async def build(
     lacks = f", which does not enforce {', '.join(sandbox_report.unenforced)}"
     announce(f"tools run in {sandbox_report.backend}{lacks if sandbox_report.unenforced else ''}")
     announce("compiling; the work directory keeps the programs")
-    await asyncio.to_thread(compile_apart, warm_up, config, model)
-    engine, learner = _make_programs(config, model, mesh)
+    taught_by = None if teacher is None else teacher.model
+    await asyncio.to_thread(compile_apart, warm_up, config, model, taught_by)
+    engine, learner, scorer = _make_programs(config, model, taught_by, mesh)
     return Runtime(
         config=config,
         workdir=workdir,
@@ -116,16 +133,21 @@ async def build(
         eval_tasks=eval_tasks,
         learner=learner,
         worker=ServingWorker(engine, tokenizer.decode),
+        teacher=teacher,
+        scorer=scorer,
         sandboxes=sandboxes,
         began_s=began_s,
     )
 
 
-def warm_up(config: RunConfig, model: TransformerConfig) -> None:
+def warm_up(config: RunConfig, model: TransformerConfig, teacher: TransformerConfig | None) -> None:
     """Compiles the programs of a run, and nothing else of it."""
-    engine, learner = _make_programs(config, model, make_learner_mesh(config, model))
+    mesh = make_learner_mesh(config, model)
+    engine, learner, scorer = _make_programs(config, model, teacher, mesh)
     learner.warm_up()
     engine.warm_up()
+    if scorer is not None:
+        scorer.warm_up()
 
 
 def load_suite(env: EnvSection) -> EnvironmentSuite:
@@ -163,20 +185,33 @@ def make_learner_mesh(config: RunConfig, model: TransformerConfig) -> Mesh:
 
 
 def _make_programs(
-    config: RunConfig, model: TransformerConfig, mesh: Mesh
-) -> tuple[PolicyEngine, Learner]:
-    engine = PolicyEngine(model, config.serving, config.model.max_context)
-    learner = Learner(
-        config.learner,
+    config: RunConfig, model: TransformerConfig, teacher: TransformerConfig | None, mesh: Mesh
+) -> tuple[PolicyEngine, Learner | Distiller, Scorer | None]:
+    serving, max_context = config.serving, config.model.max_context
+    engine = PolicyEngine(model, serving, max_context)
+    reserved = [device_bytes(model, serving, max_context)]
+    scorer: Scorer | None = None
+    make: Callable[..., Learner | Distiller] = functools.partial(Learner, config.learner)
+    if teacher is not None:
+        scorer = Scorer(
+            teacher,
+            serving,
+            max_context,
+            temperature=config.opd.temperature,
+            logprob_chunk=config.model.logprob_chunk,
+        )
+        reserved.append(device_bytes(teacher, serving, max_context) | {"parked rows": 0})
+        make = functools.partial(Distiller, config.learner, config.opd)
+    learner = make(
         config.optimizer,
         model,
         init_on_mesh(model, config.run.seed, mesh),
         mesh=mesh,
         temperature=config.sampling.temperature,
         logprob_chunk=config.model.logprob_chunk,
-        reserved_bytes=sum(device_bytes(model, config.serving, config.model.max_context).values()),
+        reserved_bytes=sum(sum(parts.values()) for parts in reserved),
     )
-    return engine, learner
+    return engine, learner, scorer
 
 
 def _tasks(

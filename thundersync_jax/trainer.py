@@ -27,7 +27,8 @@ from thundersync_jax.metrics import JsonlWriter, read_jsonl
 from thundersync_jax.replay import replay_step
 from thundersync_jax.runtime import Runtime
 from thundersync_jax.step_metrics import replayed_line, step_line
-from thundersync_jax.trajectory import TrajectoryKey, TrajectoryRecord, Verdict
+from thundersync_jax.teacher import load_weights
+from thundersync_jax.trajectory import ScoredTurn, TrajectoryKey, TrajectoryRecord, Verdict
 from thundersync_jax.trajectory_log import read_step, step_path, write_step
 from thundersync_jax.transport.messages import WorkItem
 from thundersync_jax.viewing.progress import Progress
@@ -97,12 +98,17 @@ class Trainer:
             stack.callback(self._stop_profile)
             num_programs = await asyncio.to_thread(runtime.learner.warm_up)
             await asyncio.to_thread(runtime.worker.warm_up)
-            runtime.workdir.claim(self._config)
+            runtime.workdir.claim(self._config, tokenizer=runtime.tokenizer.fingerprint)
             await asyncio.to_thread(self._restore)
             self._progress.resume(self._position.num_steps)
             await asyncio.to_thread(runtime.worker.start)
             stack.callback(runtime.worker.close)
             self._publish_now()
+            if runtime.scorer is not None and runtime.teacher is not None:
+                weights = await asyncio.to_thread(load_weights, runtime.teacher)
+                await asyncio.to_thread(runtime.scorer.start)
+                stack.callback(runtime.scorer.close)
+                await asyncio.to_thread(runtime.scorer.publish, weights, 0)
             self._compiles.start()
             stack.callback(self._compiles.close)
             self._progress.message(
@@ -124,10 +130,15 @@ class Trainer:
 
     def _make_coordinator(self, journal: Journal) -> Coordinator:
         learner = self._runtime.learner
+        runner = self._runtime.runner(
+            self._config.sampling,
+            purpose=TRAINING,
+            on_turn=None if self._runtime.scorer is None else self._hear_turn,
+        )
         return Coordinator(
             run=self._config.run,
             learner=learner,
-            attempts=self._runtime.runner(self._config.sampling, purpose=TRAINING).run,
+            attempts=runner.run,
             publish=self._publish,
             commit=self._commit,
             journal=journal,
@@ -138,6 +149,10 @@ class Trainer:
             policy_version=learner.state.policy_version,
             empty_steps=self._position.num_empty_steps,
         )
+
+    def _hear_turn(self, key: TrajectoryKey, turn: ScoredTurn) -> None:
+        assert self._coordinator is not None
+        self._coordinator.hear_turn(key, turn)
 
     def _restore(self) -> None:
         """Loads the newest checkpoint and replays the committed steps after it."""

@@ -126,6 +126,38 @@ class TrajectoryTokens:
         return int(np.count_nonzero(self.action_mask))
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScoredTurn:
+    """One turn for distillation: its tokens, and what the teacher said of them.
+
+    Attributes:
+      tokens: what the policy read since the turn before, and what it sampled.
+      teacher_logprobs: float64 [T]; of action tokens finite and at most 0, of others anything. None
+        for a turn that teaches nothing and is only read by later ones.
+    """
+
+    tokens: TrajectoryTokens
+    teacher_logprobs: np.ndarray | None
+
+    def __post_init__(self) -> None:
+        if self.teacher_logprobs is None:
+            return
+        scores = np.asarray(self.teacher_logprobs, np.float64)
+        object.__setattr__(self, "teacher_logprobs", scores)
+        if scores.shape != (self.tokens.num_tokens,):
+            raise TrajectoryError(
+                f"the teacher gave scores of shape {scores.shape} for a turn of "
+                f"{self.tokens.num_tokens} tokens: expected one a token"
+            )
+        of_actions = scores[self.tokens.action_mask]
+        wrong = of_actions[~(np.isfinite(of_actions) & (of_actions <= 1e-3))]
+        if wrong.size:
+            raise TrajectoryError(
+                f"the teacher's log-probabilities of action tokens hold {wrong[:4].tolist()}: "
+                "expected finite numbers of at most 0. Look at the teacher's weights and dtype"
+            )
+
+
 class TrajectoryBuilder:
     """Appends ids, mask, log-probabilities and versions together, so they cannot drift."""
 
@@ -237,6 +269,7 @@ class TrajectoryRecord:
       dispatched_s: None when the step's deadline passed before its group opened.
       content_s: when `rollout` became final, None without it.
       terminal_s: when the verdict was known.
+      scored_turns: in order, as far as they were scored, also of an attempt that failed.
     """
 
     key: TrajectoryKey
@@ -247,6 +280,7 @@ class TrajectoryRecord:
     dispatched_s: float | None
     content_s: float | None
     terminal_s: float
+    scored_turns: tuple[ScoredTurn, ...] = ()
 
 
 def check_reward(reward: float) -> float:

@@ -19,12 +19,15 @@ from thundersync_jax.errors import UserError
 from thundersync_jax.metrics import read_jsonl, write_jsonl_atomically
 from thundersync_jax.trajectory import (
     Rollout,
+    ScoredTurn,
     TrajectoryKey,
     TrajectoryRecord,
     TrajectoryTokens,
     Turn,
     Verdict,
 )
+
+_TOKEN_ARRAYS = tuple(field.name for field in dataclasses.fields(TrajectoryTokens))
 
 
 class TrajectoryLogError(UserError, ValueError):
@@ -73,7 +76,6 @@ def read_step(
 
 def _to_json(t: TrajectoryRecord) -> dict[str, Any]:
     rollout = t.rollout
-    tokens = rollout.tokens if rollout else None
     return {
         **dataclasses.asdict(t.key),
         "task_id": t.task_id,
@@ -81,20 +83,16 @@ def _to_json(t: TrajectoryRecord) -> dict[str, Any]:
         "failure": t.verdict.failure,
         "stop_reason": rollout.stop_reason if rollout else None,
         "prompt_ids": list(t.prompt_ids),
-        "token_ids": tokens.token_ids if tokens else None,
-        "action_mask": tokens.action_mask.astype(int) if tokens else None,
-        "behavior_logprobs": tokens.behavior_logprobs.astype(float) if tokens else None,
-        "policy_versions": tokens.policy_versions if tokens else None,
-        "reference_logprobs": _floats(tokens.reference_logprobs) if tokens else None,
+        **(_tokens_to_json(rollout.tokens) if rollout else dict.fromkeys(_TOKEN_ARRAYS)),
+        "scored_turns": [
+            {**_tokens_to_json(turn.tokens), "teacher_logprobs": turn.teacher_logprobs}
+            for turn in t.scored_turns
+        ],
         "turns": [dataclasses.asdict(turn) for turn in rollout.turns] if rollout else [],
         "dispatched_s": t.dispatched_s,
         "content_s": t.content_s,
         "terminal_s": t.terminal_s,
     }
-
-
-def _floats(array: np.ndarray | None) -> np.ndarray | None:
-    return None if array is None else array.astype(float)
 
 
 def _from_json(line: dict[str, Any]) -> TrajectoryRecord:
@@ -106,13 +104,7 @@ def _from_json(line: dict[str, Any]) -> TrajectoryRecord:
             key=key,
             task_id=line["task_id"],
             prompt_ids=prompt_ids,
-            tokens=TrajectoryTokens(
-                token_ids=np.asarray(line["token_ids"], np.int32),
-                action_mask=np.asarray(line["action_mask"], np.bool_),
-                behavior_logprobs=np.asarray(line["behavior_logprobs"], np.float32),
-                policy_versions=np.asarray(line["policy_versions"], np.int32),
-                reference_logprobs=line.get("reference_logprobs"),
-            ),
+            tokens=_tokens_from_json(line),
             turns=tuple(Turn(**turn) for turn in line["turns"]),
             stop_reason=line["stop_reason"],
         )
@@ -125,4 +117,25 @@ def _from_json(line: dict[str, Any]) -> TrajectoryRecord:
         dispatched_s=line["dispatched_s"],
         content_s=line["content_s"],
         terminal_s=line["terminal_s"],
+        scored_turns=tuple(
+            ScoredTurn(
+                tokens=_tokens_from_json(turn),
+                teacher_logprobs=np.asarray(turn["teacher_logprobs"], np.float64),
+            )
+            for turn in line.get("scored_turns", ())
+        ),
     )
+
+
+def _tokens_to_json(tokens: TrajectoryTokens) -> dict[str, Any]:
+    arrays = {name: getattr(tokens, name) for name in _TOKEN_ARRAYS}
+    arrays["action_mask"] = tokens.action_mask.astype(int)
+    for name in ("behavior_logprobs", "reference_logprobs"):
+        arrays[name] = None if arrays[name] is None else arrays[name].astype(float)
+    return arrays
+
+
+def _tokens_from_json(line: dict[str, Any]) -> TrajectoryTokens:
+    arrays: dict[str, Any] = {name: line.get(name) for name in _TOKEN_ARRAYS}
+    given = {name: np.asarray(values) for name, values in arrays.items() if values is not None}
+    return TrajectoryTokens(**given)

@@ -1,6 +1,6 @@
 """The work directory of a run: what is in it, and whether it may be resumed.
 
-    config.json         the resolved configuration, with versions
+    config.json         the resolved configuration, with versions and the tokenizer's fingerprint
     metrics.jsonl       a line a train step
     evaluation.jsonl    a line an evaluation, on its own axis
     events.jsonl        the coordinator's journal
@@ -89,9 +89,14 @@ class WorkDirectory:
             self._lock.close()
             self._lock = None
 
-    def claim(self, config: RunConfig) -> None:
-        """Writes config.json, once everything compiled and before any other file of the run."""
-        write_atomically(self.config, json.dumps(describe(config), indent=2) + "\n")
+    def claim(self, config: RunConfig, *, tokenizer: str) -> None:
+        """Writes config.json, once everything compiled and before any other file of the run.
+
+        Args:
+          tokenizer: its fingerprint, which a student of this run must share.
+        """
+        content = {**describe(config), "tokenizer": tokenizer}
+        write_atomically(self.config, json.dumps(content, indent=2) + "\n")
 
     def check_same(self, config: RunConfig) -> None:
         """Raises ConfigError when the directory holds a run of another configuration."""

@@ -50,6 +50,7 @@ from thundersync_jax.benchmarks.timed_steps import TimedStep, TimedSteps, childr
 from thundersync_jax.config import RunConfig, default_config, resolve
 from thundersync_jax.envs.paced_tool import paced_tool
 from thundersync_jax.learner.compilation import configure
+from thundersync_jax.learner.distiller import Distiller
 from thundersync_jax.learner.learner import Learner
 from thundersync_jax.learner.streaming import Params
 from thundersync_jax.runtime import load_suite
@@ -237,7 +238,7 @@ def tokens_of(step: TimedStep) -> list[tuple[int, ...]]:
 
 
 def gradient_of(
-    learner: Learner, records: Sequence[TrajectoryRecord], *, is_streamed: bool
+    learner: Learner | Distiller, records: Sequence[TrajectoryRecord], *, is_streamed: bool
 ) -> Params:
     """The step's gradient from its log: in the order of arrival with work in between, or at
     once.

@@ -18,6 +18,7 @@ from thundersync_jax.benchmarks.arrivals import (
     run_events,
 )
 from thundersync_jax.benchmarks.report import Report
+from thundersync_jax.benchmarks.turn_arrivals import worst_distance
 from thundersync_jax.config_sections import LearnerSection, OptimizerSection
 from thundersync_jax.learner.learner import Learner
 from thundersync_jax.model.presets import preset
@@ -67,10 +68,11 @@ ORDERS_PER_POOL = 8
 
 def run() -> Report:
     """The worst relative L2 distance over all orders and pool sizes, in float32 and float64; and so
-    for every objective, with one pair and gradients ahead of verdicts.
+    for every objective, with one pair and gradients ahead of verdicts, and for distillation by
+    turns.
     """
     distances: dict[str, float] = {}
-    objectives: dict[str, dict[str, float]] = {name: {} for name in OBJECTIVES}
+    objectives: dict[str, dict[str, float]] = {name: {} for name in (*OBJECTIVES, "opd")}
     for dtype, key in (("float32", "rel_l2_fp32"), ("float64", "rel_l2_fp64")):
         with jax.enable_x64(dtype == "float64"):
             pools = [_distance(dtype, ORDERS_PER_POOL, pool_size=n) for n in POOL_SIZES]
@@ -83,6 +85,9 @@ def run() -> Report:
                     objective=objective,
                     objective_options=options,
                 )
+            print(f"{dtype}, distillation by turns", file=sys.stderr)
+            model = preset("tiny", vocab_size=VOCAB_SIZE, dtype=dtype)
+            objectives["opd"][key] = worst_distance(model)
     return Report(
         benchmark="exactness",
         config={

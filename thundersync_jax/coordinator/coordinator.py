@@ -41,7 +41,7 @@ from thundersync_jax.coordinator.step_run import (
     StepRun,
 )
 from thundersync_jax.coordinator.watchdog import Watchdog
-from thundersync_jax.trajectory import Task, TrajectoryKey
+from thundersync_jax.trajectory import ScoredTurn, Task, TrajectoryKey
 
 T = TypeVar("T")
 
@@ -146,6 +146,11 @@ class Coordinator:
         self._abandon_reason = reason
         self._step_run.apply(ev.Abandoned(reason=reason))
         self._driver.cancel()
+
+    def hear_turn(self, key: TrajectoryKey, turn: ScoredTurn) -> None:
+        """The teacher has scored a turn; one of a step that is over is of no interest."""
+        if self._step_run is not None:
+            self._step_run.hear_turn(key, turn)
 
     async def call_learner(self, function: Callable[..., T], *args: Any) -> T:
         """Runs `function` on the learner's thread, for instance to save a checkpoint."""

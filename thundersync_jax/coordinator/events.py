@@ -60,6 +60,14 @@ class StepOpened:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class TurnScored:
+    """The teacher has scored the trajectory's turn number `turn`, counted from 0."""
+
+    key: TrajectoryKey
+    turn: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ContentFinal:
     """The trajectory's tokens will not change any more; its verifier may still run."""
 
@@ -121,6 +129,7 @@ class Abandoned:
 
 Event = (
     StepOpened
+    | TurnScored
     | ContentFinal
     | RewardKnown
     | AttemptFailed
@@ -154,6 +163,14 @@ class CancelAttempt:
     """Stop the attempt; nothing that it says from now on counts."""
 
     key: TrajectoryKey
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AddTurn:
+    """Give the learner one scored turn of the trajectory."""
+
+    key: TrajectoryKey
+    turn: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -206,6 +223,7 @@ Command = (
     | OpenGroup
     | Dispatch
     | CancelAttempt
+    | AddTurn
     | AddTrajectory
     | SetReward
     | SetFailed

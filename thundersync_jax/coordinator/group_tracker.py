@@ -57,6 +57,7 @@ class StepState(enum.Enum):
 
 class Trigger(enum.Enum):
     OPEN = "opening"
+    TURN = "a scored turn"
     CONTENT = "final content"
     REWARD = "a reward"
     FAILURE = "a failure"
@@ -74,6 +75,7 @@ S = TypeVar("S", TrajectoryState, GroupState, StepState)
 TRANSITIONS: Mapping[tuple[State, Trigger], State] = {
     (TrajectoryState.WAITING, Trigger.OPEN): TrajectoryState.RUNNING,
     (TrajectoryState.WAITING, Trigger.FAILURE): TrajectoryState.FAILED,
+    (TrajectoryState.RUNNING, Trigger.TURN): TrajectoryState.RUNNING,
     (TrajectoryState.RUNNING, Trigger.CONTENT): TrajectoryState.FINAL,
     (TrajectoryState.RUNNING, Trigger.FAILURE): TrajectoryState.FAILED,
     (TrajectoryState.FINAL, Trigger.REWARD): TrajectoryState.REWARDED,
@@ -137,6 +139,9 @@ class StepMachine:
         match event:
             case ev.StepOpened():
                 return self._open_step(event)
+            case ev.TurnScored(key=key, turn=turn):
+                self._move_trajectory(key, Trigger.TURN)
+                return [ev.AddTurn(key=key, turn=turn)]
             case ev.ContentFinal(key=key):
                 self._move_trajectory(key, Trigger.CONTENT)
                 return [ev.AddTrajectory(key=key)]

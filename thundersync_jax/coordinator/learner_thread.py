@@ -21,16 +21,18 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
 from thundersync_jax.coordinator.decode_priority import DecodePriority
-from thundersync_jax.trajectory import TrajectoryKey, TrajectoryTokens
+from thundersync_jax.trajectory import ScoredTurn, TrajectoryKey, TrajectoryTokens
 from thundersync_jax.transport.messages import UpdateReport
 
 T = TypeVar("T")
 
 
 class LearnerPort(Protocol):
-    """What the coordinator needs of a learner. The first four only enqueue."""
+    """What the coordinator needs of a learner. The first five only enqueue."""
 
     def open_group(self, task_id: str, prompt_ids: Sequence[int], group_size: int) -> int: ...
+
+    def add_turn(self, group: int, index: int, turn: ScoredTurn) -> None: ...
 
     def add_trajectory(self, group: int, index: int, tokens: TrajectoryTokens) -> None: ...
 
@@ -92,6 +94,9 @@ class LearnerThread:
             group_ids[group] = self._learner.open_group(task_id, prompt_ids, group_size)
 
         self._queue.append(open_it)
+
+    def add_turn(self, key: TrajectoryKey, turn: ScoredTurn) -> None:
+        self._enqueue(self._learner.add_turn, key, turn)
 
     def add_trajectory(self, key: TrajectoryKey, tokens: TrajectoryTokens) -> None:
         self._enqueue(self._learner.add_trajectory, key, tokens)

@@ -24,7 +24,14 @@ from thundersync_jax.coordinator import events as ev
 from thundersync_jax.coordinator.group_tracker import StateError, StepMachine, StepState
 from thundersync_jax.coordinator.journal import Journal
 from thundersync_jax.coordinator.learner_thread import LearnerThread
-from thundersync_jax.trajectory import Rollout, Task, TrajectoryKey, TrajectoryRecord, Verdict
+from thundersync_jax.trajectory import (
+    Rollout,
+    ScoredTurn,
+    Task,
+    TrajectoryKey,
+    TrajectoryRecord,
+    Verdict,
+)
 from thundersync_jax.transport.messages import UpdateReport
 
 ATTEMPT_END_TIMEOUT_S = 30.0
@@ -82,6 +89,7 @@ class _Live:
     prompt_ids: tuple[int, ...]
     attempt: asyncio.Task[None] | None = None
     is_heard: bool = True
+    turns: list[ScoredTurn] = dataclasses.field(default_factory=list)
     rollout: Rollout | None = None
     verdict: Verdict | None = None
     dispatched_s: float | None = None
@@ -143,6 +151,13 @@ class StepRun:
         except Exception as error:  # called by timers and tasks; `drive` raises it to the owner
             self._error = self._error or error
         self._wake.set()
+
+    def hear_turn(self, key: TrajectoryKey, turn: ScoredTurn) -> None:
+        """The teacher has scored the next turn of an attempt."""
+        live = self._live.get(key)
+        if live is not None and live.is_heard:
+            live.turns.append(turn)
+            self.apply(ev.TurnScored(key=key, turn=len(live.turns) - 1))
 
     async def drive(self) -> None:
         """Runs the step to its end, given its StepOpened; raises what went wrong."""
@@ -257,6 +272,8 @@ class StepRun:
                 live.attempt = asyncio.create_task(self._attempt(key), name=f"attempt {key}")
             case ev.CancelAttempt(key=key):
                 self._cancel(self._live[key])
+            case ev.AddTurn(key=key, turn=turn):
+                self._learner.add_turn(key, self._live[key].turns[turn])
             case ev.AddTrajectory(key=key):
                 self._add_trajectory(key)
             case ev.SetReward(key=key, reward=reward):
@@ -308,4 +325,5 @@ class StepRun:
             dispatched_s=live.dispatched_s,
             content_s=live.content_s,
             terminal_s=live.terminal_s,
+            scored_turns=tuple(live.turns),
         )

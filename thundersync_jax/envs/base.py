@@ -42,6 +42,22 @@ class Observation:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class DemonstratedTurn:
+    """One turn of a scripted attempt, for training by imitation. A suite that has a script offers
+    `demonstration(task, seed) -> Sequence[DemonstratedTurn]`; it needs no sandbox.
+
+    Attributes:
+      observation: what was read before it; "" in the first turn.
+      action: the text of it.
+      is_taught: False for a mistake, which is only there to be mended by later turns.
+    """
+
+    observation: str
+    action: str
+    is_taught: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Attempt:
     """What an environment may use for one attempt.
 

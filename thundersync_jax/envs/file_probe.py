@@ -14,12 +14,21 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import random
 from collections.abc import Sequence
 
-from thundersync_jax.envs.base import Action, Attempt, Environment, Observation
+from thundersync_jax.envs.base import (
+    Action,
+    Attempt,
+    DemonstratedTurn,
+    Environment,
+    Observation,
+)
 from thundersync_jax.envs.options import Delay, check_least
 from thundersync_jax.sandbox.base import SandboxError, SandboxLease
 from thundersync_jax.trajectory import Task
+
+MISTAKE_RATE = 0.35  # of demonstrated turns
 
 _COMMAND_TIMEOUT_S = 20.0
 _SECRET, _LOG = "secret", "probes"
@@ -62,6 +71,27 @@ class FileProbeSuite:
 
     def make(self, attempt: Attempt) -> Environment:
         return FileProbe(self, attempt)
+
+    def demonstration(self, task: Task, seed: int) -> Sequence[DemonstratedTurn]:
+        """Binary search, where every third turn or so is any word of the vocabulary instead."""
+        draw, secret = random.Random(seed), int(task.metadata["secret"])
+        low, high, observation = 0, self.num_values - 1, ""
+        turns = []
+        for _ in range(self.max_turns):
+            is_taught = draw.random() >= MISTAKE_RATE
+            guess = (low + high) // 2
+            action = f"probe {guess}" if is_taught else draw.choice(self.vocabulary)
+            turn = DemonstratedTurn(observation=observation, action=action, is_taught=is_taught)
+            turns.append(turn)
+            if action == f"probe {secret}":
+                break
+            observation = "error"
+            if action.startswith("probe "):
+                guess = int(action.removeprefix("probe "))
+                observation = "higher" if guess < secret else "lower"
+                low = max(low, guess + 1) if guess < secret else low
+                high = min(high, guess - 1) if guess > secret else high
+        return turns
 
 
 def file_probe(

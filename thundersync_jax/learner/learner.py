@@ -46,6 +46,7 @@ from thundersync_jax.learner.statistics import (
     note_of,
 )
 from thundersync_jax.learner.streaming import Params
+from thundersync_jax.learner.token_checks import check_ids, check_length, check_prompt
 from thundersync_jax.learner.train_state import TrainState
 from thundersync_jax.learner.work import (
     BindWork,
@@ -58,7 +59,7 @@ from thundersync_jax.learner.work_log import WorkLog
 from thundersync_jax.losses.objectives import make_objective
 from thundersync_jax.model.presets import TransformerConfig
 from thundersync_jax.sharding import MeshShape, make_mesh
-from thundersync_jax.trajectory import TrajectoryError, TrajectoryTokens, check_reward
+from thundersync_jax.trajectory import ScoredTurn, TrajectoryError, TrajectoryTokens, check_reward
 from thundersync_jax.transport.messages import UpdateReport, WorkItem
 
 
@@ -138,49 +139,44 @@ class Learner:
           LearnerError: empty or over-long prompt, ids outside the vocabulary, or a size that has no
             advantage.
         """
-        prompt = np.asarray(prompt_ids)
-        if prompt.ndim != 1 or prompt.size == 0 or prompt.dtype.kind not in "iu":
-            raise LearnerError(
-                f"task {task_id!r}: a prompt is a list of at least one token id, got {prompt_ids!r}"
-            )
         if group_size < 2 or group_size != int(group_size):
             expected = "expected at least 2, or no advantage"
             raise LearnerError(f"task {task_id!r}: group_size {group_size}: {expected}")
-        self._check_ids(f"task {task_id!r}", prompt)
-        if prompt.size > self._config.buckets[-1]:
-            raise LearnerError(
-                f"task {task_id!r}: a prompt of {prompt.size} tokens exceeds the longest bucket "
-                f"{self._config.buckets[-1]}; shorten it or extend learner.buckets"
-            )
+        prompt = check_prompt(
+            task_id, prompt_ids, vocab_size=self._vocab_size, longest=self._config.buckets[-1]
+        )
         group_id = self._next_group_id
         self._next_group_id += 1
         self._schedule.open(
             Group(
                 group_id=group_id,
                 task_id=task_id,
-                prompt_ids=prompt.astype(np.int32),
+                prompt_ids=prompt,
                 members=[Member(index=i) for i in range(group_size)],
                 prefix_bucket=self._prefix_bucket(prompt.size - 1),
             )
         )
         return group_id
 
+    def add_turn(self, group: int, index: int, turn: ScoredTurn) -> None:
+        """Turns arrive where a teacher scores them: `Distiller`. Raises LearnerError."""
+        found, member = self._find(group, index)
+        raise LearnerError(
+            f"{found.name(member)}: a scored turn came, and no teacher is configured: set "
+            "opd.teacher"
+        )
+
     def add_trajectory(self, group: int, index: int, tokens: TrajectoryTokens) -> None:
         """Gives a trajectory its final content. Raises LearnerError; then nothing has changed."""
         found, member = self._find(group, index)
-        self._check_ids(found.name(member), tokens.token_ids)
+        check_ids(found.name(member), tokens.token_ids, self._vocab_size)
         is_shared = bool(found.prefix_bucket)
         try:
             example = make_example(found.prompt_ids, tokens, self._objective, is_shared=is_shared)
         except ValueError as error:
             raise LearnerError(f"{found.name(member)}: {error}") from None
-        longest = self._config.buckets[-1]
         length = example.prefix_length + example.num_positions
-        if length > longest:
-            raise LearnerError(
-                f"{found.name(member)}: {length + 1} tokens exceed the longest bucket {longest} + "
-                "1; lower rollout.max_tokens or extend learner.buckets"
-            )
+        check_length(found.name(member), length, self._config.buckets[-1])
         member.advance(Stage.CONTENT, found.name(member))
         member.example = example
         member.num_action_tokens = tokens.num_action_tokens
@@ -305,14 +301,6 @@ class Learner:
         self._statistics = StepStatistics(self._objective, self._config.max_logprob_gap)
         self._failure: NonFiniteGradientError | None = None
         self._postponed = None
-
-    def _check_ids(self, name: str, ids: np.ndarray) -> None:
-        if ids.size and not 0 <= ids.min() <= ids.max() < self._vocab_size:
-            outside = ids[(ids < 0) | (ids >= self._vocab_size)].tolist()
-            raise LearnerError(
-                f"{name}: token ids {outside[:4]} are outside the vocabulary of "
-                f"{self._vocab_size}: the tokenizer's must not exceed the model's"
-            )
 
     def _find(self, group_id: int, index: int) -> tuple[Group, Member]:
         group = self._schedule.get(group_id)

@@ -168,6 +168,15 @@ class MemoryPlan:
             return self.peak_bytes + self.host_bytes <= free_bytes
         return self.peak_bytes <= free_bytes and self.host_bytes <= room.host_bytes
 
+    def with_reserved(self, num_bytes: int) -> MemoryPlan:
+        """The plan with so much more for others. Raises MemoryPlanError if it does not fit."""
+        reserved_bytes = self.room.reserved_bytes + num_bytes
+        plan = dataclasses.replace(
+            self, room=dataclasses.replace(self.room, reserved_bytes=reserved_bytes)
+        )
+        check_fits(plan)
+        return plan
+
     def describe(self) -> str:
         """For people, in one line."""
         slots = f", {self.config.prompt_slots} prompt slots" if self.num_slots else ""

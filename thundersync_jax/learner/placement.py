@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -125,9 +126,15 @@ class Placement:
         )
 
     def _slots(self, model: TransformerConfig, num_slots: int, length: int) -> Any:
-        """Positions over fsdp, heads over tensor."""
         num_terms = self.num_sums - 1
-        make = functools.partial(streaming.empty_slots, model, num_slots, length, num_terms)
+        return self.positions(
+            functools.partial(streaming.empty_slots, model, num_slots, length, num_terms)
+        )
+
+    def positions(self, make: Callable[[], Any]) -> Any:
+        """Of every replica what `make` gives, [S, L, P, K, H]: positions over fsdp, heads over
+        tensor.
+        """
         heads = sharding.TABLE["kv_heads"]
         spec = PartitionSpec(sharding.DATA, None, None, sharding.FSDP, heads, None)
         return jax.tree.map(

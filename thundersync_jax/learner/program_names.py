@@ -2,6 +2,8 @@
 
 Fold(prefix_bucket, bucket)     streaming.accumulate
 PromptForward(bucket), PromptBackward(bucket)
+Turn(part, prefix_bucket, bucket)    turn_replay's; WHOLE is score_segment without caches
+Caches.ZERO                          the pool of trajectory caches
 Whole.BIND, CLOSE, UPDATE, GATHER, ACCUMULATOR, SLOTS    what no bucket changes
 """
 
@@ -45,7 +47,29 @@ class Whole(enum.Enum):
     SLOTS = "zero prompt slots"
 
 
-Name = Fold | PromptForward | PromptBackward | Whole
+class Part(enum.Enum):
+    """What a program of turn replay does with its segments."""
+
+    FORWARD = "forward"
+    SCORE = "score"
+    REPLAY = "replay"
+    WHOLE = "whole"
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """Names a program of turn replay."""
+
+    part: Part
+    prefix_bucket: int
+    bucket: int
+
+
+class Caches(enum.Enum):
+    ZERO = "zero trajectory caches"
+
+
+Name = Fold | PromptForward | PromptBackward | Whole | Turn | Caches
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,3 +113,17 @@ def program_names(config: LearnerSection) -> list[Name]:
     if config.held_gradients:
         names.append(Whole.BIND)
     return [*names, Whole.CLOSE] if config.pool_size else names
+
+
+def distillation_program_names(
+    buckets: tuple[int, ...], prefix_buckets: tuple[int, ...], *, has_caches: bool
+) -> list[Name]:
+    """Every program that a distillation can need."""
+    names: list[Name] = [Whole.UPDATE, Whole.GATHER, Whole.ACCUMULATOR]
+    names += [Turn(Part.WHOLE, 0, bucket) for bucket in buckets]
+    if has_caches:
+        names.append(Caches.ZERO)
+        parts = (Part.FORWARD, Part.SCORE, Part.REPLAY)
+        shapes = [(p, b) for p in (0, *prefix_buckets) for b in buckets]
+        names += [Turn(part, *shape) for part in parts for shape in shapes]
+    return names

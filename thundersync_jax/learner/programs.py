@@ -23,11 +23,13 @@ from thundersync_jax.learner.buckets import Lanes, Prompts
 from thundersync_jax.learner.compilation import compile_all
 from thundersync_jax.learner.placement import Placement, shardings
 from thundersync_jax.learner.program_names import (
+    Caches,
     Fold,
     Name,
     PromptBackward,
     PromptForward,
     Shapes,
+    Turn,
     Whole,
 )
 from thundersync_jax.learner.score import ScoreSettings
@@ -35,7 +37,7 @@ from thundersync_jax.learner.streaming import Binding, Params, PromptSlots
 
 
 @dataclasses.dataclass(frozen=True)
-class _Program:
+class Program:
     """A program's function, what it donates, and its abstract arguments and results."""
 
     function: Callable[..., Any]
@@ -221,7 +223,7 @@ class Programs:
 
         return lower
 
-    def _declare(self, name: Name) -> _Program:
+    def _declare(self, name: Name) -> Program:
         match name:
             case Fold():
                 return self._fold_program(name)
@@ -229,6 +231,8 @@ class Programs:
                 return self._prompt_program(name)
             case Whole():
                 return self._whole_program(name)
+            case Turn() | Caches():
+                raise KeyError(f"{name} is a program of DistillationPrograms alone")
 
     @property
     def _sums(self) -> tuple[Any, ...]:
@@ -240,14 +244,14 @@ class Programs:
         """The accumulators that a verdict reaches: the batch sum and pairs."""
         return (self.placement.accumulator,) * (1 + 2 * self.shapes.num_pairs)
 
-    def _fold_program(self, name: Fold) -> _Program:
+    def _fold_program(self, name: Fold) -> Program:
         place = self.placement
         num_lanes = self.lanes_per_call(name.bucket)
         slots = place.slots if name.prefix_bucket else None
         others = 2 * self.shapes.num_pairs + self.shapes.num_held
         buffers = (*self._sums, *(place.accumulator,) * others)
         function = functools.partial(streaming.accumulate, self._settings, name.prefix_bucket)
-        return _Program(
+        return Program(
             self._on_replicas(function, 6),
             donated=(1, 2),
             arguments=(
@@ -261,44 +265,44 @@ class Programs:
             results=(buffers, slots, place.stats(num_lanes)),
         )
 
-    def _prompt_program(self, name: PromptForward | PromptBackward) -> _Program:
+    def _prompt_program(self, name: PromptForward | PromptBackward) -> Program:
         place, prompts = self.placement, self.placement.prompts(name.bucket)
         if isinstance(name, PromptForward):
             function = functools.partial(streaming.prompt_forward, self._settings)
-            return _Program(
+            return Program(
                 self._on_replicas(function, 3),
                 donated=(1,),
                 arguments=(place.params, place.slots, prompts),
                 results=place.slots,
             )
         scalars = place.local_scalars(2)
-        return _Program(
+        return Program(
             self._on_replicas(functools.partial(streaming.prompt_backward, self._settings), 5),
             donated=(1,),
             arguments=(place.params, self._sums, place.slots, scalars, prompts),
             results=self._sums,
         )
 
-    def _whole_program(self, name: Whole) -> _Program:
+    def _whole_program(self, name: Whole) -> Program:
         place, acc = self.placement, self.placement.accumulator
         match name:
             case Whole.BIND:
                 state = (acc, self._summed, place.slots)
-                return _Program(
+                return Program(
                     self._on_replicas(streaming.bind, 4, num_shared=0),
                     donated=(0, 1, 2),
                     arguments=(*state, place.binding(len(self._summed))),
                     results=state,
                 )
             case Whole.CLOSE:
-                return _Program(
+                return Program(
                     self._on_replicas(streaming.close_group, 5, num_shared=0),
                     donated=(0, 1, 2),
                     arguments=(acc, acc, acc, place.local_scalars(2), place.is_used()),
                     results=(acc, acc, acc),
                 )
             case Whole.UPDATE:
-                return _Program(
+                return Program(
                     functools.partial(streaming.apply_update, self._optimizer),
                     donated=(0, 1, 2),
                     arguments=(
@@ -310,7 +314,7 @@ class Programs:
                     results=(place.master, place.opt_state, self._sums, place.scalars()),
                 )
             case Whole.GATHER:
-                return _Program(
+                return Program(
                     lambda master: jax.tree.map(
                         lambda m, p: m.astype(p.dtype), master, place.params
                     ),
@@ -319,9 +323,9 @@ class Programs:
                     results=place.params,
                 )
             case Whole.ACCUMULATOR:
-                return _zeros(acc)
+                return zeros(acc)
             case Whole.SLOTS:
-                return _zeros(place.slots)
+                return zeros(place.slots)
 
     def _on_replicas(
         self, function: Callable[..., Any], num_arguments: int, *, num_shared: int = 1
@@ -356,8 +360,8 @@ def _extra_bytes(program: jax.stages.Compiled, *, is_cpu: bool) -> int:
     return memory.temp_size_in_bytes + new if is_cpu else max(peak, new)
 
 
-def _zeros(abstract: Any) -> _Program:
+def zeros(abstract: Any) -> Program:
     def make() -> Any:
         return jax.tree.map(lambda x: jax.numpy.zeros(x.shape, x.dtype), abstract)
 
-    return _Program(make, donated=(), arguments=(), results=abstract)
+    return Program(make, donated=(), arguments=(), results=abstract)

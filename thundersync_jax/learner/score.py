@@ -54,6 +54,13 @@ def score(
         prefix,
         before,
     )[0]
+    return sums_of(settings, params, hidden, lane)
+
+
+def sums_of(
+    settings: ScoreSettings, params: Params, hidden: jax.Array, lane: Lanes
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """`score` from the hidden states [T, D] of one lane."""
     logprobs, entropy = _logprobs(settings, params, hidden, lane.targets)
     gap = jnp.abs(jax.lax.stop_gradient(logprobs) - lane.behavior_logprobs)
     gap = jnp.where(lane.action_mask, gap, 0.0).astype(jnp.float32)

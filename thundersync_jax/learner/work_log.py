@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Hashable
 
+from thundersync_jax.learner.turn_schedule import SegmentWork
 from thundersync_jax.learner.work import BindWork, CloseWork, FoldWork, PromptWork, Work
 from thundersync_jax.transport.messages import WorkItem
 
@@ -33,14 +34,16 @@ class WorkLog:
         )
         self._items.append(item)
 
-    def add_work(self, work: Work, kind: str, bucket: int, count: int, started_s: float) -> None:
+    def add_work(
+        self, work: Work | SegmentWork, kind: str, bucket: int, count: int, started_s: float
+    ) -> None:
         """A call of the schedule that ends now, to predict others by."""
         self.add(kind, bucket, count, started_s)
         newest = (time.monotonic() - started_s) / _num_lanes(work)
         known = self._lane_s.get(_shape(work), newest)
         self._lane_s[_shape(work)] = known + NEW_SHARE * (newest - known)
 
-    def predict_s(self, work: Work) -> float:
+    def predict_s(self, work: Work | SegmentWork) -> float:
         """Seconds of a call; 0 for one of a shape that never ran, so that it is tried."""
         return self._lane_s.get(_shape(work), 0.0) * _num_lanes(work)
 
@@ -50,18 +53,20 @@ class WorkLog:
         return items
 
 
-def _shape(work: Work) -> Hashable:
+def _shape(work: Work | SegmentWork) -> Hashable:
     match work:
         case FoldWork(prefix_bucket=prefix_bucket, bucket=bucket):
             return prefix_bucket, bucket
         case PromptWork(prefix_bucket=prefix_bucket, is_backward=is_backward):
             return prefix_bucket, is_backward, "prompt"
+        case SegmentWork(kind=kind, prefix_bucket=prefix_bucket, bucket=bucket):
+            return kind, prefix_bucket, bucket
         case BindWork() | CloseWork():
             return type(work).__name__
 
 
-def _num_lanes(work: Work) -> int:
+def _num_lanes(work: Work | SegmentWork) -> int:
     """Lanes that run one after the other."""
-    if not isinstance(work, FoldWork):
+    if not isinstance(work, FoldWork | SegmentWork):
         return 1
     return max(len(lanes) for lanes in work.replicas)

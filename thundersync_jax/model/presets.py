@@ -131,10 +131,21 @@ def _qwen3(
     )
 
 
-# The vocabulary of "tiny" is its environment's: 1 stands for "open", `preset` never returns it.
+# The vocabulary of "micro" and "tiny" is their environment's: 1 stands for "open", `preset` never
+# returns it.
 _OPEN_VOCABULARY = 1
 
 _PRESETS = {
+    "micro": TransformerConfig(
+        vocab_size=_OPEN_VOCABULARY,
+        embed_dim=48,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=4,
+        head_dim=12,
+        mlp_dim=128,
+        rope_theta=1e4,
+    ),
     "tiny": TransformerConfig(
         vocab_size=_OPEN_VOCABULARY,
         embed_dim=96,
@@ -188,7 +199,7 @@ def preset(
     """The named configuration.
 
     Args:
-      vocab_size: 0 keeps the preset's; "tiny" has none of its own.
+      vocab_size: 0 keeps the preset's; "micro" and "tiny" have none of their own.
       dtype: arithmetic; "float64" stores the parameters in float64 too, the others in float32.
     """
     if name not in _PRESETS:

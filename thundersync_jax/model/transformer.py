@@ -5,7 +5,8 @@ Invariants:
   * `forward` and `forward_cached` give the same hidden states for the same tokens, however the
     tokens are cut into calls.
   * Padding, other segments and cache entries later than a query have no effect on valid outputs.
-Called by the learner and its reference (`forward`) and by the serving engine (`forward_cached`).
+Called by the learner and its reference (`forward`, `keys_values`, `forward_extending`) and by the
+serving engine (`forward_cached`).
 """
 
 from __future__ import annotations
@@ -178,7 +179,9 @@ def forward(
         well; `keys_values` computes them.
       prefix_valid: bool [B, P], needed with a prefix.
     """
-    return _apply(config, params, tokens, positions, segment_ids, prefix, prefix_valid)[0]
+    return forward_extending(config, params, tokens, positions, segment_ids, prefix, prefix_valid)[
+        0
+    ]
 
 
 def keys_values(
@@ -189,7 +192,35 @@ def keys_values(
     segment_ids: jax.Array | None = None,
 ) -> KeysValues:
     """What later tokens attend to of these: [L, B, T, K, H]. Arguments as in `forward`."""
-    return _apply(config, params, tokens, positions, segment_ids, None, None)[1]
+    return forward_extending(config, params, tokens, positions, segment_ids)[1]
+
+
+def forward_extending(
+    config: TransformerConfig,
+    params: Params,
+    tokens: jax.Array,
+    positions: jax.Array,
+    segment_ids: jax.Array | None = None,
+    prefix: KeysValues | None = None,
+    prefix_valid: jax.Array | None = None,
+) -> tuple[jax.Array, KeysValues]:
+    """What `forward` and `keys_values` return, in one pass: a row that is continued later."""
+    _check_precision(config)
+    if segment_ids is None:
+        segment_ids = jnp.ones_like(tokens)
+    segment_ids = jnp.asarray(segment_ids, jnp.int32)
+    packed = Packed(positions=positions, segment_ids=segment_ids, prefix_valid=prefix_valid)
+    num_keys = tokens.shape[1] + (0 if prefix_valid is None else prefix_valid.shape[1])
+    mask: Mask
+    if wants_splash(config, tokens.shape[1]):
+        mask = visible(segment_ids, prefix_valid)
+    elif tokens.shape[1] * num_keys > MAX_PAIRS:
+        mask = packed
+    else:
+        mask = packed_mask(packed)
+    model: Any = Transformer(config)
+    hidden, _, new = model.apply({"params": params}, tokens, positions, mask, None, None, prefix)
+    return hidden, new
 
 
 def forward_cached(
@@ -235,33 +266,6 @@ def _init_boxed(config: TransformerConfig, seed: int | jax.Array) -> Params:
     token = jnp.zeros((1, 1), jnp.int32)
     mask = jnp.ones((1, 1, 1), bool)
     return Transformer(config).init(jax.random.key(seed), token, token, mask, None, None)["params"]
-
-
-def _apply(
-    config: TransformerConfig,
-    params: Params,
-    tokens: jax.Array,
-    positions: jax.Array,
-    segment_ids: jax.Array | None,
-    prefix: KeysValues | None,
-    prefix_valid: jax.Array | None,
-) -> tuple[jax.Array, KeysValues]:
-    _check_precision(config)
-    if segment_ids is None:
-        segment_ids = jnp.ones_like(tokens)
-    segment_ids = jnp.asarray(segment_ids, jnp.int32)
-    packed = Packed(positions=positions, segment_ids=segment_ids, prefix_valid=prefix_valid)
-    num_keys = tokens.shape[1] + (0 if prefix_valid is None else prefix_valid.shape[1])
-    mask: Mask
-    if wants_splash(config, tokens.shape[1]):
-        mask = visible(segment_ids, prefix_valid)
-    elif tokens.shape[1] * num_keys > MAX_PAIRS:
-        mask = packed
-    else:
-        mask = packed_mask(packed)
-    model: Any = Transformer(config)
-    hidden, _, new = model.apply({"params": params}, tokens, positions, mask, None, None, prefix)
-    return hidden, new
 
 
 def _check_precision(config: TransformerConfig) -> None:

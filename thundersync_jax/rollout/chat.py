@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
+import hashlib
 from collections.abc import Sequence
 
 from tokenizers import Regex, decoders, models, pre_tokenizers
@@ -45,6 +47,12 @@ class Tokenizer:
     bos_id: int
     eos_id: int
     unknown_id: int | None = None
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Equal for tokenizers that give every text the same ids."""
+        described = f"{self.vocab_size} {self.bos_id} {self.eos_id} {self.backend.to_str()}"
+        return hashlib.sha256(described.encode()).hexdigest()[:16]
 
     def encode(self, text: str) -> tuple[int, ...]:
         """The ids of `text`, nothing added; raises TokenizerError naming what is unknown."""

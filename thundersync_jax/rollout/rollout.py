@@ -14,9 +14,10 @@ likewise.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING
 
 from thundersync_jax.config_sampling import SamplingSection
@@ -25,8 +26,9 @@ from thundersync_jax.envs.base import Attempt, Environment, EnvironmentSuite
 from thundersync_jax.rollout.agent import Agent, derive_seed
 from thundersync_jax.rollout.chat import Tokenizer
 from thundersync_jax.rollout.phases import AttemptError, contained, run_phase, to_completion
+from thundersync_jax.rollout.scoring import TurnListener, TurnScoring
 from thundersync_jax.trajectory import Rollout, Task, TrajectoryKey, Verdict, check_reward
-from thundersync_jax.transport.client import PolicyClient, ServingError
+from thundersync_jax.transport.client import PolicyClient, ScoreClient, ServingError
 
 if TYPE_CHECKING:
     from thundersync_jax.envs.base import SandboxPool
@@ -42,6 +44,7 @@ class RolloutRunner:
       run_seed: with the key it determines every draw and the environment's seed.
       max_context: the most tokens of prompt and trajectory together.
       clock: seconds on the run's clock.
+      teacher, on_turn: distillation: who scores the turns, and who hears of each; both or neither.
     """
 
     def __init__(
@@ -56,6 +59,8 @@ class RolloutRunner:
         run_seed: int,
         max_context: int,
         clock: Callable[[], float] = time.monotonic,
+        teacher: ScoreClient | None = None,
+        on_turn: TurnListener | None = None,
     ) -> None:
         self._client = client
         self._suite = suite
@@ -66,6 +71,8 @@ class RolloutRunner:
         self._run_seed = run_seed
         self._max_context = max_context
         self._clock = clock
+        self._teacher = teacher
+        self._on_turn = on_turn
 
     async def run(
         self,
@@ -104,23 +111,43 @@ class RolloutRunner:
         prompt_ids: tuple[int, ...],
         environment: Environment,
     ) -> Rollout:
-        agent = Agent(
-            client=self._client,
-            environment=environment,
-            tokenizer=self._tokenizer,
-            key=key,
-            task_id=task.task_id,
-            prompt_ids=prompt_ids,
-            limits=self._limits,
-            sampling=self._sampling,
-            run_seed=self._run_seed,
-            max_context=self._max_context,
-            clock=self._clock,
-        )
+        async with self._scored(key, prompt_ids) as scoring:
+            agent = Agent(
+                client=self._client,
+                environment=environment,
+                tokenizer=self._tokenizer,
+                key=key,
+                task_id=task.task_id,
+                prompt_ids=prompt_ids,
+                limits=self._limits,
+                sampling=self._sampling,
+                run_seed=self._run_seed,
+                max_context=self._max_context,
+                clock=self._clock,
+                scoring=scoring,
+            )
+            try:
+                return await agent.run()
+            finally:
+                await to_completion(self._free("release", key, lambda: self._client.release(key)))
+
+    @contextlib.asynccontextmanager
+    async def _scored(
+        self, key: TrajectoryKey, prompt_ids: tuple[int, ...]
+    ) -> AsyncIterator[TurnScoring | None]:
+        """The teacher's part of an attempt, if there is a teacher: every turn is scored at the end
+        of it.
+        """
+        if self._teacher is None or self._on_turn is None:
+            yield None
+            return
+        scoring = TurnScoring(self._teacher, key, prompt_ids, self._on_turn)
+        scoring.start()
         try:
-            return await agent.run()
+            yield scoring
+            await scoring.finish()
         finally:
-            await to_completion(self._free("release", key, lambda: self._client.release(key)))
+            await to_completion(self._free("end the scoring", key, scoring.close))
 
     async def _grade(self, key: TrajectoryKey, environment: Environment) -> float:
         async def grade() -> float:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from collections.abc import Mapping
 
 from thundersync_jax.trajectory import TrajectoryKey
@@ -202,6 +203,9 @@ class UpdateReport:
         that ran; NaN without any.
       paths: final path of every trajectory that has a reward; num_held counts those that waited for
         a buffer.
+      teacher_kl_mean: distillation: the mean over scored tokens of log b - log q, of the sampler b
+        and the teacher q.
+      replayed_tokens: distillation: positions that ran once more than without turn streaming.
     """
 
     policy_version: int
@@ -218,3 +222,5 @@ class UpdateReport:
     learning_rate: float
     paths: Mapping[str, int]
     num_held: int
+    teacher_kl_mean: float = math.nan
+    replayed_tokens: int = 0

@@ -1,0 +1,140 @@
+"""Distillation as a whole: a teacher's work directory, a student's run and replay, bad teachers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import learner_cases as lc
+import numpy as np
+import pytest
+import small_run
+
+from thundersync_jax.config import resolve
+from thundersync_jax.errors import ConfigError
+from thundersync_jax.learner.checkpoint import Checkpointer
+from thundersync_jax.metrics import read_jsonl
+from thundersync_jax.model.presets import preset
+from thundersync_jax.model.transformer import init_params
+from thundersync_jax.rollout.chat import word_tokenizer
+from thundersync_jax.runtime import load_suite
+from thundersync_jax.teacher import find_teacher
+
+TESTS = Path(__file__).parent
+ROOT = TESTS.parent
+
+
+def run(main: str, workdir: Path, *arguments: str) -> None:
+    command = [
+        sys.executable, "-m", f"thundersync_jax.{main}", f"--config={TESTS / 'small_run.py'}",
+        f"--workdir={workdir}", *arguments,
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, cwd=TESTS)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Some supervised steps of binary search."""
+    workdir = tmp_path_factory.mktemp("teacher") / "run"
+    run("imitate", workdir, "--config.run.num_steps=20", "--config.model.preset=micro")
+    return workdir
+
+
+@pytest.fixture(scope="module")
+def student(teacher: Path) -> Path:
+    """Three steps, no checkpoint but the last."""
+    workdir = teacher.parent / "student"
+    run("train", workdir, *student_of(teacher))
+    return workdir
+
+
+def student_of(teacher: Path) -> list[str]:
+    return [
+        f"--config.opd.teacher={teacher}", "--config.model.preset=micro",
+        "--config.run.num_steps=3", "--config.checkpoint.every_steps=100",
+    ]  # fmt: skip
+
+
+def test_a_student_is_taught_by_turns_and_says_so(student: Path):
+    lines = read_jsonl(student / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    assert [line["policy_version"] for line in lines] == [1, 2, 3]
+    for line in lines:
+        assert line["num_failed"] == 0 and line["compiles"] == 0
+        assert line["teacher_kl_mean"] > 0 and line["grad_norm"] > 0
+        assert sum(line["paths"].values()) == line["num_trajectories"] == 8
+        assert line["logprob_gap_max"] < 1e-3  # sampler and learner have the same weights
+    assert sum(line["paths"]["turns"] for line in lines) > 0
+    events = [json.loads(line)["event"] for line in (student / "events.jsonl").open()]
+    assert events.count("TurnScored") >= 24
+
+
+def test_a_run_without_its_checkpoint_replays_to_the_same_weights(
+    student: Path, teacher: Path, tmp_path: Path
+):
+    """Gradients from the committed scores: no rollout, no teacher asked."""
+    again = Path(shutil.copytree(student, tmp_path / "run"))
+    shutil.rmtree(again / "checkpoints")
+    run("train", again, *student_of(teacher))
+    assert len(read_jsonl(again / "metrics.jsonl")) == 3
+    model = preset("micro", vocab_size=9)
+    like = init_params(model, 0)
+    weights = []
+    for workdir in (student, again):
+        checkpoints = Checkpointer(workdir / "checkpoints", keep_last=1)
+        weights.append(checkpoints.restore_policy(like, 3)[0])
+        checkpoints.close()
+    moved = np.abs(np.asarray(weights[0]["embedding"]) - np.asarray(like["embedding"]))
+    assert moved.max() > 1e-4
+    assert lc.rel_l2(weights[1], weights[0]) < 1e-3
+
+
+def test_a_teacher_that_cannot_teach_is_refused_before_anything_compiles(
+    teacher: Path, tmp_path: Path
+):
+    config = small_run.get_config()
+    tokenizer = word_tokenizer(load_suite(resolve(config).env).vocabulary)
+    assert find_teacher(resolve(config), tokenizer) is None
+    config.opd.teacher = str(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=r"nowhere'.*expected the work directory of a run"):
+        find_teacher(resolve(config), tokenizer)
+    config.opd.teacher = str(teacher)
+    found = find_teacher(resolve(config), tokenizer)
+    assert found is not None and found.model == preset("micro", vocab_size=9)
+    other = word_tokenizer((*load_suite(resolve(config).env).vocabulary, "another"))
+    with pytest.raises(ConfigError, match=r"fingerprint .* their ids mean different tokens"):
+        find_teacher(resolve(config), other)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_opd_quickstart_closes_nine_tenths_of_the_gap(seed: int, tmp_path: Path):
+    """The teacher's solved share is that of its first step of sampling, before any update of it."""
+
+    def main(name: str, role: str, workdir: Path, *arguments: str) -> None:
+        command = [
+            sys.executable, "-m", f"thundersync_jax.{name}",
+            f"--config=configs/opd_quickstart.py{role}", f"--workdir={workdir}",
+            f"--config.run.seed={seed}", *arguments,
+        ]  # fmt: skip
+        subprocess.run(command, cwd=ROOT, check=True, timeout=600, capture_output=True)
+
+    teacher, sampled = tmp_path / "teacher", tmp_path / "sampled"
+    main("imitate", ":teacher", teacher)
+    shutil.copytree(teacher, sampled)
+    num_steps = json.loads((teacher / "config.json").read_text())["config"]["run"]["num_steps"]
+    main("train", ":teacher", sampled, f"--config.run.num_steps={num_steps + 1}")
+    (line,) = read_jsonl(sampled / "metrics.jsonl")
+    main("train", "", tmp_path / "student", f"--config.opd.teacher={teacher}")
+    lines = read_jsonl(tmp_path / "student" / "metrics.jsonl")
+    start = float(np.mean([one["solved"] for one in lines[:2]]))
+    end = float(np.mean([one["solved"] for one in lines[-10:]]))
+    print(f"seed {seed}: teacher {line['solved']:.3f}, student {start:.3f} -> {end:.3f}")
+    assert line["solved"] >= start + 0.2
+    assert end >= start + 0.9 * (line["solved"] - start)
+    assert sum(one["step_s"] for one in lines) < 300

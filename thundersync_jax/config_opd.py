@@ -1,0 +1,48 @@
+"""On-policy distillation's part of a configuration. Never imports jax."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from thundersync_jax.config_sections import mutable
+from thundersync_jax.errors import check, check_choice
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OpdSection:
+    """The teacher, and how its scores are trained on.
+
+    Attributes:
+      teacher: the work directory of the run whose newest checkpoint teaches; "" is no distillation.
+      temperature: of the teacher's distribution.
+      stream_turns: a scored turn of a growing trajectory is differentiated "always", only when the
+        learner would "idle", or "never": then its trajectory is differentiated once, at its end.
+      num_caches: trajectories of every replica whose turns may stream at one time; each keeps keys
+        and values in the model's dtype and their adjoints in at least float32.
+      prefix_buckets: padded lengths of what a turn attends to, ascending; by default the longest of
+        learner.buckets alone.
+      normalizer: "token_mean" divides by the action tokens that were scored, "sum" by 1.
+      ratio_cap: C of the truncated importance weight min(p / b, C) of learner against sampler; 0
+        leaves it out.
+    """
+
+    teacher: str = ""
+    temperature: float = mutable(1.0)
+    stream_turns: str = mutable("idle")
+    num_caches: int = mutable(8)
+    prefix_buckets: tuple[int, ...] = mutable(())
+    normalizer: str = "token_mean"
+    ratio_cap: float = 0.0
+
+    def __post_init__(self) -> None:
+        check(self.temperature > 0, "opd.temperature", self.temperature, "above 0")
+        check_choice("opd.stream_turns", self.stream_turns, ("idle", "always", "never"))
+        check(self.num_caches >= 0, "opd.num_caches", self.num_caches, "0 or more")
+        is_ladder = list(self.prefix_buckets) == sorted(set(self.prefix_buckets))
+        expected = "ascending lengths of at least 1"
+        is_ladder = is_ladder and min(self.prefix_buckets, default=1) >= 1
+        check(is_ladder, "opd.prefix_buckets", self.prefix_buckets, expected)
+        check_choice("opd.normalizer", self.normalizer, ("token_mean", "sum"))
+        is_cap = math.isfinite(self.ratio_cap) and self.ratio_cap >= 0
+        check(is_cap, "opd.ratio_cap", self.ratio_cap, "a finite number, at least 0")

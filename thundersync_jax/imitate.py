@@ -1,0 +1,140 @@
+"""python -m thundersync_jax.imitate --config=configs/NAME.py --workdir=DIR [--config.KEY=VALUE ...]
+
+Trains a policy on its environment's demonstrations, `run.num_steps` supervised steps of
+`run.groups_per_step` x `run.group_size` of them, and saves it in DIR as a run that can teach
+(`opd.teacher`), be trained further, or be served. No rollouts, no sandboxes. A finished DIR is left
+as it is. Exit status: 0 when it is done, 2 for bad input.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from absl import app, flags
+from ml_collections import config_flags
+
+from thundersync_jax.command_line import load_config, run_main
+from thundersync_jax.config import RunConfig, resolve
+from thundersync_jax.config_opd import OpdSection
+from thundersync_jax.envs.base import DemonstratedTurn
+from thundersync_jax.errors import ConfigError
+from thundersync_jax.trajectory import ScoredTurn, TrajectoryBuilder
+from thundersync_jax.workdir import WorkDirectory
+
+if TYPE_CHECKING:
+    from thundersync_jax.learner.distiller import Distiller
+    from thundersync_jax.model.presets import TransformerConfig
+    from thundersync_jax.rollout.chat import Tokenizer
+
+_CONFIG = config_flags.DEFINE_config_file("config", None, "An experiment: a file of configs/.")
+_WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the new run.")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Trains and saves; returns the exit status."""
+    if len(argv) > 1 or not _CONFIG.present or _WORKDIR.value is None:
+        raise app.UsageError("give --config=configs/NAME.py --workdir=DIR [--config.KEY=VALUE ...]")
+    config = resolve(load_config(_CONFIG))
+
+    # Imported late: a mistake in the configuration is reported without waiting for jax.
+    from thundersync_jax.learner.compilation import configure
+
+    workdir = WorkDirectory(Path(_WORKDIR.value))
+    workdir.open(config)
+    try:
+        configure(workdir.compile_cache, is_float64=config.model.dtype == "float64")
+        imitate(config, workdir)
+    finally:
+        workdir.close()
+    return 0
+
+
+def imitate(config: RunConfig, workdir: WorkDirectory) -> None:
+    """Trains from the seed's parameters to `run.num_steps`, unless a checkpoint is there."""
+    from thundersync_jax.learner.checkpoint import Checkpointer, RunPosition
+    from thundersync_jax.rollout.chat import word_tokenizer
+    from thundersync_jax.runtime import load_suite, make_model
+
+    suite = load_suite(config.env)
+    demonstrate = getattr(suite, "demonstration", None)
+    if demonstrate is None:
+        raise ConfigError(
+            f"{config.env.factory} has no demonstrations: its suite needs a method "
+            "demonstration(task, seed), see envs/file_probe.py"
+        )
+    tokenizer = word_tokenizer(suite.vocabulary)
+    checkpoints = Checkpointer(workdir.checkpoints, keep_last=config.checkpoint.keep_last)
+    try:
+        if checkpoints.latest() is not None:
+            print(f"{workdir.root} holds a checkpoint already: nothing to do")
+            return
+        learner = _make_learner(config, make_model(config, tokenizer))
+        tasks = suite.tasks(config.data.train_split)
+        size = config.run.groups_per_step * config.run.group_size
+        for step in range(config.run.num_steps):
+            for number in range(size):
+                draw = step * size + number
+                task = tasks[draw % len(tasks)]
+                prompt = tokenizer.encode(suite.prompt(task))
+                group = learner.open_group(task.task_id, prompt, 1)
+                demonstration = demonstrate(task, config.run.seed * 2**32 + draw)
+                _add(learner, group, demonstration, tokenizer)
+            report = learner.update()
+            if (step + 1) % 50 == 0 or step + 1 == config.run.num_steps:
+                print(f"step {step + 1}: gradient norm {report.grad_norm:.3g}", flush=True)
+        workdir.claim(config, tokenizer=tokenizer.fingerprint)
+        position = RunPosition(num_steps=config.run.num_steps)
+        checkpoints.save(learner.state, position, reward=-math.inf)
+    finally:
+        checkpoints.close()
+
+
+def _make_learner(config: RunConfig, model: TransformerConfig) -> Distiller:
+    """A distiller whose samples have log-probability -1 and whose teacher gives 0: then every token
+    has weight log q - log b = 1, and the gradient is that of the log-likelihood.
+    """
+    from thundersync_jax.learner.distiller import Distiller
+    from thundersync_jax.model.sharded import init_on_mesh
+    from thundersync_jax.runtime import make_learner_mesh
+
+    mesh = make_learner_mesh(config, model)
+    return Distiller(
+        dataclasses.replace(config.learner, max_logprob_gap=math.inf),
+        OpdSection(stream_turns="never"),
+        config.optimizer,
+        model,
+        init_on_mesh(model, config.run.seed, mesh),
+        mesh=mesh,
+        logprob_chunk=config.model.logprob_chunk,
+    )
+
+
+def _add(
+    learner: Distiller,
+    group: int,
+    demonstration: Sequence[DemonstratedTurn],
+    tokenizer: Tokenizer,
+) -> None:
+    """One demonstration as one trajectory; what is not to be learned is read only."""
+    builder = TrajectoryBuilder()
+    for turn in demonstration:
+        builder.append_observation(tokenizer.encode(turn.observation))
+        ids = tokenizer.encode(turn.action)
+        if turn.is_taught:
+            builder.append_action(ids, [-1.0] * len(ids), [0] * len(ids))
+        else:
+            builder.append_observation(ids)
+    tokens = builder.build()
+    learner.add_turn(
+        group, 0, ScoredTurn(tokens=tokens, teacher_logprobs=np.zeros(tokens.num_tokens))
+    )
+    learner.add_trajectory(group, 0, tokens)
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,133 @@
+"""The compiled programs of turn replay, on the mesh and beside the update of `Programs`.
+
+As all of the learner's programs but the update they run under shard_map, manual over `data`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import Mesh
+
+from thundersync_jax.learner import turn_replay
+from thundersync_jax.learner.buckets import Lanes
+from thundersync_jax.learner.program_names import Caches, Name, Part, Shapes, Turn
+from thundersync_jax.learner.programs import Program, Programs, zeros
+from thundersync_jax.learner.streaming import Params, ScoreSettings
+from thundersync_jax.learner.turn_replay import TrajectoryCaches
+from thundersync_jax.learner.turn_schedule import SegmentKind
+
+PART = {
+    SegmentKind.FORWARD: Part.FORWARD,
+    SegmentKind.STREAM: Part.SCORE,
+    SegmentKind.CLOSE: Part.SCORE,
+    SegmentKind.REPLAY: Part.REPLAY,
+    SegmentKind.WHOLE: Part.WHOLE,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CacheShapes:
+    """The pool of every replica: `num_caches` trajectories of up to `length` positions."""
+
+    num_caches: int
+    length: int
+
+
+class DistillationPrograms(Programs):
+    """`Programs` with those of turn replay."""
+
+    def __init__(
+        self,
+        settings: ScoreSettings,
+        optimizer: optax.GradientTransformation,
+        mesh: Mesh,
+        caches: CacheShapes,
+        shapes: Shapes,
+    ) -> None:
+        super().__init__(settings, optimizer, mesh, shapes)
+        make = functools.partial(
+            turn_replay.empty_caches, settings.model, caches.num_caches, caches.length
+        )
+        self.caches = self.placement.positions(make) if caches.num_caches else None
+
+    def zero_caches(self) -> TrajectoryCaches | None:
+        return None if self.caches is None else self._get(Caches.ZERO)()
+
+    def temporaries(self) -> dict[Name, int]:
+        found = super().temporaries()
+        return {name: size for name, size in found.items() if name != Caches.ZERO}
+
+    def forward(
+        self, name: Turn, params: Params, caches: TrajectoryCaches, lanes: Lanes
+    ) -> TrajectoryCaches:
+        """`turn_replay.segment_forward` on every replica; caches are donated."""
+        return self._get(name)(params, caches, lanes)
+
+    def score(
+        self,
+        name: Turn,
+        params: Params,
+        batch: Params,
+        caches: TrajectoryCaches | None,
+        ledger_weights: np.ndarray,
+        lanes: Lanes,
+    ) -> tuple[Params, TrajectoryCaches | None, jax.Array]:
+        """`turn_replay.score_segment` on every replica; batch and caches are donated.
+
+        Args:
+          ledger_weights: [R, K].
+        """
+        return self._get(name)(params, batch, caches, self._scalars(ledger_weights), lanes)
+
+    def replay(
+        self, name: Turn, params: Params, batch: Params, caches: TrajectoryCaches, lanes: Lanes
+    ) -> tuple[Params, TrajectoryCaches, jax.Array]:
+        """`turn_replay.replay_segment` on every replica; batch and caches are donated."""
+        return self._get(name)(params, batch, caches, lanes)
+
+    def _declare(self, name: Name) -> Program:
+        match name:
+            case Turn():
+                return self._turn_program(name)
+            case Caches.ZERO:
+                return zeros(self.caches)
+            case _:
+                return super()._declare(name)
+
+    def _turn_program(self, name: Turn) -> Program:
+        place, acc, settings = self.placement, self.placement.accumulator, self._settings
+        num_lanes = self.lanes_per_call(name.bucket)
+        lanes, stats = place.lanes(num_lanes, name.bucket), place.stats(num_lanes)
+        match name.part:
+            case Part.FORWARD:
+                forward = functools.partial(
+                    turn_replay.segment_forward, settings, name.prefix_bucket
+                )
+                return Program(
+                    self._on_replicas(forward, 3),
+                    donated=(1,),
+                    arguments=(place.params, self.caches, lanes),
+                    results=self.caches,
+                )
+            case Part.REPLAY:
+                replay = functools.partial(turn_replay.replay_segment, settings, name.prefix_bucket)
+                return Program(
+                    self._on_replicas(replay, 4),
+                    donated=(1, 2),
+                    arguments=(place.params, acc, self.caches, lanes),
+                    results=(acc, self.caches, stats),
+                )
+            case Part.SCORE | Part.WHOLE:
+                caches = self.caches if name.part is Part.SCORE else None
+                score = functools.partial(turn_replay.score_segment, settings, name.prefix_bucket)
+                return Program(
+                    self._on_replicas(score, 5),
+                    donated=(1, 2),
+                    arguments=(place.params, acc, caches, place.local_scalars(num_lanes), lanes),
+                    results=(acc, caches, stats),
+                )

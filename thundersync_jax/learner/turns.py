@@ -1,0 +1,148 @@
+"""A trajectory as it arrives by turns, cut into the segments that `turn_replay.py` differentiates.
+
+Invariants:
+  * A segment is a range of *input* positions. It ends one token before the last action token of its
+    turn: that token is an input of the next segment only, so every target is predicted once. A turn
+    without action tokens opens no segment; the next one begins with its tokens.
+  * The segments of a trajectory are consecutive and begin with the prompt.
+  * What follows the last scored target carries no gradient and is never run.
+  * `_TRANSITIONS` is the only table of what a segment goes through.
+
+No jax: `turn_schedule.py` picks the next call from these records, the distiller runs it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+import numpy as np
+
+from thundersync_jax.learner.buckets import Example
+from thundersync_jax.losses.opd import distillation_weights
+from thundersync_jax.trajectory import ScoredTurn
+
+
+class SegmentStage(enum.Enum):
+    WAITING = "not run"
+    FORWARDED = "its keys and values are in the cache"
+    STREAMED = "its score is in the batch sum too; its ledger grows"
+    DONE = "differentiated with everything that depends on it"
+
+
+_TRANSITIONS = {
+    SegmentStage.WAITING: {SegmentStage.FORWARDED, SegmentStage.STREAMED, SegmentStage.DONE},
+    SegmentStage.FORWARDED: {SegmentStage.DONE},
+    SegmentStage.STREAMED: {SegmentStage.DONE},
+    SegmentStage.DONE: set[SegmentStage](),
+}
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class Segment:
+    """One range of input positions; its first is `example.prefix_length`.
+
+    Attributes:
+      is_scored: some target of it has a weight.
+    """
+
+    example: Example
+    is_scored: bool
+    stage: SegmentStage = SegmentStage.WAITING
+
+    def advance(self, stage: SegmentStage) -> None:
+        if stage not in _TRANSITIONS[self.stage]:
+            raise AssertionError(f"a segment cannot go from {self.stage.name} to {stage.name}")
+        self.stage = stage
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CachePlace:
+    """Where a trajectory's keys, values and ledger lie."""
+
+    replica: int
+    index: int
+
+
+class TurnSequence:
+    """One trajectory while its turns arrive.
+
+    Attributes:
+      name: for messages.
+      segments: in order; only the last may have no scored target after it.
+      num_scored_tokens: action tokens that the teacher scored.
+      is_closed: no turn follows.
+      is_done: closed, and its whole gradient is in the batch sum.
+      cache: while its turns stream.
+    """
+
+    def __init__(self, name: str, prompt_ids: np.ndarray) -> None:
+        self.name = name
+        self.segments: list[Segment] = []
+        self.num_scored_tokens = 0
+        self.is_closed = False
+        self.is_done = False
+        self.cache: CachePlace | None = None
+        self._num_prompt = int(prompt_ids.shape[0])
+        self._ids = prompt_ids.astype(np.int32)
+        self._weights = np.zeros(self._num_prompt)
+        self._logprobs = np.zeros(self._num_prompt, np.float32)
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        """What followed the prompt, int32 [T]."""
+        return self._ids[self._num_prompt :]
+
+    @property
+    def num_tokens(self) -> int:
+        """Of prompt and turns."""
+        return int(self._ids.shape[0])
+
+    @property
+    def teacher_kl(self) -> float:
+        """Sum over scored tokens of log b - log q, the estimate of KL(policy | teacher)."""
+        return -float(np.sum(self._weights))
+
+    def add(self, turn: ScoredTurn) -> None:
+        """Appends a turn."""
+        tokens, mask = turn.tokens, turn.tokens.action_mask
+        weights = np.zeros(tokens.num_tokens)
+        if turn.teacher_logprobs is not None:
+            weights = distillation_weights(mask, turn.teacher_logprobs, tokens.behavior_logprobs)
+            self.num_scored_tokens += tokens.num_action_tokens
+        num_before = self._ids.shape[0]
+        self._ids = np.concatenate([self._ids, tokens.token_ids])
+        self._weights = np.concatenate([self._weights, weights])
+        self._logprobs = np.concatenate([self._logprobs, tokens.behavior_logprobs])
+        actions = np.flatnonzero(mask)
+        if actions.size:
+            self._cut(num_before + int(actions[-1]))
+
+    def to_run(self) -> list[Segment]:
+        """The segments up to the last scored one: all that a gradient depends on."""
+        scored = [at for at, segment in enumerate(self.segments) if segment.is_scored]
+        return self.segments[: scored[-1] + 1] if scored else []
+
+    def whole(self) -> Example:
+        """The segments to run as one."""
+        last = self.to_run()[-1].example
+        return self._example(0, last.prefix_length + last.num_positions)
+
+    def _cut(self, end: int) -> None:
+        """A segment from the end of the one before up to the input before position `end`."""
+        begin = 0
+        if self.segments:
+            last = self.segments[-1].example
+            begin = last.prefix_length + last.num_positions
+        example = self._example(begin, end)
+        self.segments.append(Segment(example=example, is_scored=bool(np.any(example.weights))))
+
+    def _example(self, begin: int, end: int) -> Example:
+        targets = slice(begin + 1, end + 1)
+        return Example(
+            tokens=self._ids[begin:end],
+            targets=self._ids[targets],
+            weights=self._weights[targets],
+            behavior_logprobs=self._logprobs[targets],
+            prefix_length=begin,
+        )
