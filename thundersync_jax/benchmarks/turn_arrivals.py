@@ -36,7 +36,8 @@ class TurnCase:
 
 
 def joined(turns: list[TrajectoryTokens]) -> TrajectoryTokens:
-    names = [field.name for field in dataclasses.fields(TrajectoryTokens)]
+    """One trajectory of the turns; distillation has no reference."""
+    names = {field.name for field in dataclasses.fields(TrajectoryTokens)} - {"reference_logprobs"}
     return TrajectoryTokens(
         **{name: np.concatenate([getattr(turn, name) for turn in turns]) for name in names}
     )

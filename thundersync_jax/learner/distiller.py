@@ -108,9 +108,8 @@ class Distiller:
         stream_turns = StreamTurns(opd.stream_turns)
         num_caches = 0 if stream_turns is StreamTurns.NEVER else opd.num_caches
         caches = CacheShapes(num_caches=num_caches, length=config.buckets[-1])
-        make = functools.partial(
-            DistillationPrograms, settings, make_optimizer(optimizer), mesh, caches
-        )
+        steps = make_optimizer(optimizer)
+        make = functools.partial(DistillationPrograms, settings, steps, mesh, caches)
         room = room_of(mesh.local_devices[0], reserved_bytes)
         plan, programs = plan_memory(self._config, room, make)
         assert isinstance(programs, DistillationPrograms)
