@@ -31,7 +31,7 @@ from thundersync_jax.config_opd import OpdSection
 from thundersync_jax.config_sections import LearnerSection, OptimizerSection
 from thundersync_jax.learner.distillation_programs import CacheShapes, DistillationPrograms
 from thundersync_jax.learner.distillation_statistics import DistillationStatistics
-from thundersync_jax.learner.groups import Group, LearnerError, Member, Stage
+from thundersync_jax.learner.groups import Cohort, Group, LearnerError, Member, Stage
 from thundersync_jax.learner.memory import check_programs, plan_memory, room_of
 from thundersync_jax.learner.optimizer import learning_rate_schedule, make_optimizer
 from thundersync_jax.learner.placement import device_bytes
@@ -151,6 +151,9 @@ class Distiller:
             task_id=task_id,
             prompt_ids=prompt,
             members=[Member(index=i) for i in range(group_size)],
+        )
+        group.cohort = Cohort(
+            objective=distillation(ratio_cap=self._opd.ratio_cap), groups=[group], is_sealed=True
         )
         self._next_group_id += 1
         self._groups[group.group_id] = group
