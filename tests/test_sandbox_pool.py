@@ -82,9 +82,12 @@ def test_waiting_for_a_sandbox_is_fair_and_ends_at_a_named_deadline(backend):
 def test_close_kills_everything_removes_files_and_wakes_waiters(backend):
     async def body():
         mark = fresh_mark()
-        before = _slot_directories()
         async with pool(backend, num_slots=2) as sandboxes:
             leases = [await sandboxes.acquire(str(i)) for i in range(2)]
+            for lease in leases:
+                await lease.write_file(f"of-{mark}", "")
+            own = _slot_directories(of=mark)
+            assert len(own) == 2
             running = [
                 asyncio.create_task(lease.run(f"setsid sleep {mark} & sleep {mark}", T))
                 for lease in leases
@@ -93,7 +96,7 @@ def test_close_kills_everything_removes_files_and_wakes_waiters(backend):
             assert await begins(mark)
             await sandboxes.close()
             assert not is_running(mark)
-            assert _slot_directories() <= before
+            assert not own & _slot_directories()
             outcomes = await asyncio.gather(*running, *waiting, return_exceptions=True)
             assert all(isinstance(outcome, SandboxError) for outcome in outcomes), outcomes
             await leases[0].release()
@@ -257,7 +260,7 @@ from sandbox_cases import pool
 async def main():
     async with pool({backend!r}, num_slots=1) as sandboxes:
         lease = await sandboxes.acquire("owner")
-        await lease.run("setsid sleep {mark} & echo 1 > file", 5.0)
+        await lease.run("setsid sleep {mark} & > of-{mark}", 5.0)
         print("running", flush=True)
         await asyncio.sleep(60)
 asyncio.run(main())
@@ -268,9 +271,9 @@ asyncio.run(main())
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as run:
         assert run.stdout.readline() == b"running\n"
         assert is_running(mark)
-        left = {path for path in _slot_directories() if (path / "work" / "file").exists()}
+        left = _slot_directories(of=mark)
         run.kill()
-    assert len(left) >= 1 and asyncio.run(ends(mark))
+    assert len(left) == 1 and asyncio.run(ends(mark))
 
     async def next_run() -> None:
         async with pool(backend, num_slots=64) as sandboxes:
@@ -281,5 +284,7 @@ asyncio.run(main())
         assert not left & _slot_directories()
 
 
-def _slot_directories() -> set[Path]:
-    return set(Path(tempfile.gettempdir()).glob("thundersync-sandbox-*"))
+def _slot_directories(of: str = "") -> set[Path]:
+    """Those of every run on this machine, or the ones with the file of a mark."""
+    found = Path(tempfile.gettempdir()).glob("thundersync-sandbox-*")
+    return {path for path in found if not of or (path / "work" / f"of-{of}").exists()}

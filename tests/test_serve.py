@@ -96,8 +96,9 @@ def test_a_directory_of_another_run_or_of_none_is_refused(tmp_path: Path) -> Non
     assert "mistyped is no directory: give that of a run" in serve(missing)
     assert not missing.exists()
     WorkDirectory(tmp_path).claim(CONFIG)
-    message = serve(tmp_path, "--config.run.seed=5")
-    assert "holds a run of another configuration: run.seed: 0 -> 5" in message
+    message = serve(tmp_path, "--config.env.options.num_values=5", "--config.run.seed=5")
+    assert "holds a run of another configuration: env.options: " in message
+    assert "run.seed" not in message
 
 
 def test_a_mistyped_key_is_reported_without_starting_anything(tmp_path: Path) -> None:

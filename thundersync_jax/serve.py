@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
     config, workdir = resolve(load_config(_CONFIG)), WorkDirectory(Path(_WORKDIR.value))
     if _CHILD_PORT.value is not None:
         return serve(config, workdir, _CHILD_PORT.value, _CHECKPOINT_STEP.value or FRESH)
-    workdir.check_same(config)
+    workdir.check_same(config, "model", "env")  # what the policy and its vocabulary are
     step = _CHECKPOINT_STEP.value
     if step is None:
         if not workdir.root.is_dir():

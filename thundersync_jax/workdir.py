@@ -98,8 +98,12 @@ class WorkDirectory:
         content = {**describe(config), "tokenizer": tokenizer}
         write_atomically(self.config, json.dumps(content, indent=2) + "\n")
 
-    def check_same(self, config: RunConfig) -> None:
-        """Raises ConfigError when the directory holds a run of another configuration."""
+    def check_same(self, config: RunConfig, *sections: str) -> None:
+        """Raises ConfigError when the directory holds a run of another configuration.
+
+        Args:
+          sections: those that matter; all by default.
+        """
         if not self.config.exists():
             return
         try:
@@ -109,7 +113,11 @@ class WorkDirectory:
                 f"{self.config} cannot be read ({type(error).__name__}: {error}): restore it, or "
                 "use a new --workdir"
             ) from error
-        differences = resume_differences(saved, config)
+        differences = [
+            difference
+            for difference in resume_differences(saved, config)
+            if not sections or difference.split(".")[0] in sections
+        ]
         if differences:
             raise ConfigError(
                 f"--workdir={self.root} holds a run of another configuration: "
