@@ -56,10 +56,10 @@ def donated_bytes(place: Placement, bucket: int, prefix: int) -> dict[Name, int]
         (slots.adjoint1, slots.adjoint2)
     )
     return {
-        Fold(prefix, bucket): summed + NUM_HELD * accumulator,
+        Fold(prefix, bucket): summed + NUM_HELD * device_bytes(place.held),
         PromptForward(prefix): device_bytes(slots),
         PromptBackward(prefix): accumulator,
-        Whole.BIND: summed + accumulator,
+        Whole.BIND: summed + device_bytes(place.held),
         Whole.CLOSE: 3 * accumulator,
         Whole.UPDATE: device_bytes((place.master, place.opt_state)) + accumulator,
         Whole.GATHER: 0,
@@ -69,7 +69,8 @@ def donated_bytes(place: Placement, bucket: int, prefix: int) -> dict[Name, int]
 def resident_bytes(place: Placement) -> int:
     """What the learner keeps on a device all the time."""
     master = () if place.is_master_shared else place.master
-    sums = (1 + 2 * num_pairs(place.num_replicas) + NUM_HELD) * device_bytes(place.accumulator)
+    sums = (1 + 2 * num_pairs(place.num_replicas)) * device_bytes(place.accumulator)
+    sums += NUM_HELD * device_bytes(place.held)
     return sums + device_bytes((place.params, master, place.opt_state, place.slots))
 
 

@@ -129,6 +129,8 @@ class LearnerSection:
       normalizer: "token_mean" divides by the action tokens that arrived; "trajectory_mean" gives
         every trajectory weight 1/length and divides by the trajectories that arrived.
       advantage: "grpo" divides by the group's standard deviation; "dr_grpo" does not.
+      reduction: "ordered" sums in float32; with "exact" the bits of the updated weights do not
+        depend on the order in which trajectories arrive, for twice the memory of every sum.
       tis_cap: upper bound of the truncated importance weight of sampler against learner; 0 turns it
         off.
       max_logprob_gap: a larger |learner - sampler| log-probability stops the run, unless tis_cap is
@@ -148,6 +150,7 @@ class LearnerSection:
     min_shared_tokens: int = 32
     normalizer: str = "token_mean"
     advantage: str = "grpo"
+    reduction: str = "ordered"
     tis_cap: float = mutable(0.0)
     max_logprob_gap: float = mutable(0.5)
 
@@ -172,11 +175,25 @@ class LearnerSection:
             check(getattr(self, key) >= 1, f"learner.{key}", getattr(self, key), "at least 1")
         check_choice("learner.normalizer", self.normalizer, ("token_mean", "trajectory_mean"))
         check_choice("learner.advantage", self.advantage, ("grpo", "dr_grpo"))
+        self._check_reduction()
         is_cap = math.isfinite(self.tis_cap) and self.tis_cap >= 0
         check(is_cap, "learner.tis_cap", self.tis_cap, "a finite number, at least 0")
         expected = "a positive number of nats"
         check(self.max_logprob_gap > 0, "learner.max_logprob_gap", self.max_logprob_gap, expected)
         self._check_lengths()
+
+    def _check_reduction(self) -> None:
+        check_choice("learner.reduction", self.reduction, ("ordered", "exact"))
+        if self.reduction == "exact":
+            expected = (
+                "at least 1 or -1 with learner.reduction = 'exact', where every gradient goes "
+                "through its group's pair"
+            )
+            check(self.pool_size != 0, "learner.pool_size", self.pool_size, expected)
+            expected = (
+                "0 with learner.reduction = 'exact': packed gradients differ in their last bits"
+            )
+            check(self.pack_tokens == 0, "learner.pack_tokens", self.pack_tokens, expected)
 
     def _check_lengths(self) -> None:
         is_ladder = (

@@ -7,17 +7,21 @@ index order.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from thundersync_jax.learner.buckets import Example, LaneItem, pad_lanes, pad_prompts
+from thundersync_jax.learner.grids import ADJOINTS, PAIR, StepGrids, SumStart
 from thundersync_jax.learner.groups import Group, Member, Path
 from thundersync_jax.learner.pairs import Pairs
 from thundersync_jax.learner.program_names import Fold
 from thundersync_jax.learner.programs import Programs
 from thundersync_jax.learner.streaming import Binding, Params, PromptSlots
+from thundersync_jax.learner.sums import Sum
+from thundersync_jax.learner.train_state import TrainState
 from thundersync_jax.learner.work import BindWork, CloseWork, FoldWork, LaneWork, PromptWork
 
 
@@ -29,25 +33,73 @@ class Accumulators:
       num_held: gradients that every replica can hold ahead of their verdicts. The last `num_held`
         prompt slots take the prompt's shares of them.
       advantage: "grpo" or "dr_grpo".
+      start: what the sums begin their first step with.
     """
 
-    def __init__(self, programs: Programs, pairs: Pairs, *, num_held: int, advantage: str) -> None:
+    def __init__(
+        self,
+        programs: Programs,
+        pairs: Pairs,
+        *,
+        num_held: int,
+        advantage: str,
+        start: SumStart,
+    ) -> None:
         self._programs = programs
         self._pairs = pairs
         self._num_held = num_held
         self._advantage = advantage
-        self.clear()
+        self.clear(start)
 
-    def clear(self) -> None:
+    def clear(self, start: SumStart) -> None:
         """Begins with zeros again."""
         # Freed before their successors are made.
-        self.batch: Params = None
-        self._held: list[Params] = []
+        self.batch: Any = None
+        self._held: list[Sum] = []
         self._slots: PromptSlots | None = None
         self._pairs.clear()
-        self._held = [self._programs.accumulator() for _ in range(self._num_held)]
+        self._held = [self._programs.held() for _ in range(self._num_held)]
         self._slots = self._programs.prompt_slots()
         self.batch = self._programs.accumulator()
+        self.begin(start)
+
+    def begin(self, start: SumStart) -> None:
+        """Sets the grids of a step; every sum is zero."""
+        self._grids = StepGrids(start)
+        self.batch = self.batch.started(start.batch)
+        self._pairs.begin(start.reward_score_grad, start.score_grad)
+        if self._slots is not None:
+            self._slots = self._slots.replace(
+                adjoint1=self._slots.adjoint1.started(start.adjoint1),
+                adjoint2=self._slots.adjoint2.started(start.adjoint2),
+            )
+
+    @property
+    def num_promotions(self) -> int:
+        """Leaves of the step's sums that met an addend beyond their grid."""
+        return self._grids.num_promotions
+
+    def gradient(self) -> Params:
+        """A copy of the batch sum."""
+        return jax.device_get(jax.jit(type(self.batch).total)(self.batch))
+
+    def update(
+        self, state: TrainState, denominator: float, rewards: Sequence[float]
+    ) -> tuple[float, SumStart]:
+        """Steps once along the batch sum, which is zero then.
+
+        Args:
+          state: its arrays are donated and replaced.
+          rewards: of all trajectories that have one.
+
+        Returns:
+          The gradient's norm, and what the next step begins with.
+        """
+        self._grids.note_total("batch", self.batch.grid)
+        state.params, state.opt_state, self.batch, norm = self._programs.update(
+            state.params, state.opt_state, self.batch, denominator
+        )
+        return float(norm), self._grids.next_start(rewards)  # blocks until it is complete
 
     def fold(self, params: Params, work: FoldWork) -> np.ndarray:
         """Runs one accumulate call; returns what it says of its lanes, [R, STATISTICS, K]."""
@@ -121,9 +173,10 @@ class Accumulators:
         is_used = np.array([group is not None for group in work.replicas])
         reached, pairs = self._pairs.reach([work.index])
         at = 2 * reached.index(work.index)
-        self.batch, *closed = self._programs.close(
-            self.batch, pairs[at : at + 2], coefficients, is_used
-        )
+        pair = pairs[at : at + 2]
+        for name, acc in zip(PAIR, pair, strict=True):
+            self._grids.note(name, acc.grid, coefficients.any(axis=1))
+        self.batch, *closed = self._programs.close(self.batch, pair, coefficients, is_used)
         self._pairs.put(reached, (*pairs[:at], *closed, *pairs[at + 2 :]))
         jax.block_until_ready(self.batch)
 
@@ -142,9 +195,14 @@ class Accumulators:
             jax.block_until_ready(self._slots)
             return
         coefficients = np.zeros((self._programs.num_replicas, 2))
+        slot = np.zeros(self._programs.num_replicas, np.int32)
         for replica, group in enumerate(work.replicas):
             if group is not None:
                 coefficients[replica] = self._closing_coefficients(group)
+                slot[replica] = group.slots[replica]
+        rows = np.arange(len(slot)), slot
+        for name, acc in zip(ADJOINTS, (self._slots.adjoint1, self._slots.adjoint2), strict=True):
+            self._grids.note(name, acc.grid, coefficients.any(axis=1), rows)
         self.batch = self._programs.prompt_backward(
             params, self.batch, self._slots, coefficients, prompts
         )
@@ -158,30 +216,28 @@ class Accumulators:
     def _coefficients(self, lane: LaneWork, reached: list[int]) -> np.ndarray:
         """The weights of one gradient in (batch, pairs, held)."""
         weights = np.zeros(1 + 2 * len(reached) + self._num_held)
-        match lane.path:
-            case Path.DIRECT:
-                weights[0] = 1.0 if len(lane.members) > 1 else self._advantages(lane)[0]
-            case Path.STREAM:
-                assert lane.pair is not None
-                first = 1 + 2 * reached.index(lane.pair)
-                weights[first : first + 2] = self._pair_coefficients(lane)
-            case Path.AHEAD:
-                assert lane.held is not None
-                weights[1 + 2 * len(reached) + lane.held] = 1.0
+        if lane.held is not None:
+            weights[1 + 2 * len(reached) + lane.held] = 1.0
+        elif lane.pair is not None:
+            first = 1 + 2 * reached.index(lane.pair)
+            weights[first : first + 2] = self._pair_coefficients(lane)
+        else:
+            weights[0] = 1.0 if len(lane.members) > 1 else self._advantages(lane)[0]
         return weights
 
     def _pair_coefficients(self, lane: LaneWork) -> tuple[float, float]:
         """The weights of one gradient in (G1, G2), or of its prompt's share in its slot's pair."""
         if lane.path is Path.AHEAD:
-            return 1.0, 0.0  # held as it is
+            return 0.0, 1.0  # held as it is
         if lane.path is Path.DIRECT and len(lane.members) > 1:
             moments = lane.group.moments(self._advantage)
             return moments.scale, 0.0
         reward = lane.members[0].reward  # a packed lane that streams has one reward
-        assert reward is not None
+        assert reward is not None and lane.group.center is not None
         return reward - lane.group.center, 1.0
 
     def _closing_coefficients(self, group: Group) -> tuple[float, float]:
+        assert group.center is not None
         return group.moments(self._advantage).closing_coefficients(group.center)
 
     def _item(self, lane: LaneWork, replica: int) -> LaneItem:

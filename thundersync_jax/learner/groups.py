@@ -94,12 +94,14 @@ class Group:
 
     Attributes:
       prefix_bucket: padded length of the shared prompt; 0 when every member runs it itself.
-      home: the replica that holds the shared prompt first.
+      home: the replica that holds the shared prompt first, or the only one of a group that stays on
+        one.
       slots: replica -> prompt slot reserved there.
       loaded: replicas whose slot holds the prompt's keys and values.
       pairs: replica -> index of the group's pair (G1, G2) there, while it streams.
-      center: c of G1 = sum (r_i - c) g_i: the first reward that arrived. The sum is the same for
-        every c, but only one near the rewards leaves no large terms that cancel.
+      center: c of G1 = sum (r_i - c) g_i; where none is given, the first reward that arrives. The
+        sum is the same for every c, but only one near the rewards leaves no large terms that
+        cancel.
     """
 
     group_id: int
@@ -111,7 +113,7 @@ class Group:
     slots: dict[int, int] = dataclasses.field(default_factory=dict)
     loaded: set[int] = dataclasses.field(default_factory=set)
     pairs: dict[int, int] = dataclasses.field(default_factory=dict)
-    center: float = 0.0
+    center: float | None = None
     is_closed: bool = False
 
     @property
@@ -132,7 +134,7 @@ class Group:
     def set_reward(self, member: Member, reward: float) -> None:
         """Gives a member its verdict; raises LearnerError unless it waits for one."""
         member.advance(Stage.READY, self.name(member))
-        if all(m.reward is None for m in self.members):
+        if self.center is None:
             self.center = reward
         member.reward = reward
 

@@ -37,21 +37,12 @@ from thundersync_jax.learner.optimizer import learning_rate_schedule, make_optim
 from thundersync_jax.learner.pairs import Pairs
 from thundersync_jax.learner.program_names import program_names
 from thundersync_jax.learner.programs import Programs
+from thundersync_jax.learner.reduction import REDUCTIONS
 from thundersync_jax.learner.schedule import Schedule
-from thundersync_jax.learner.statistics import (
-    NonFiniteGradientError,
-    StepStatistics,
-    note_of,
-)
+from thundersync_jax.learner.statistics import NonFiniteGradientError, StepStatistics, note_of
 from thundersync_jax.learner.streaming import Params, ScoreSettings
 from thundersync_jax.learner.train_state import TrainState
-from thundersync_jax.learner.work import (
-    BindWork,
-    CloseWork,
-    FoldWork,
-    PromptWork,
-    Work,
-)
+from thundersync_jax.learner.work import BindWork, CloseWork, FoldWork, PromptWork, Work
 from thundersync_jax.learner.work_log import WorkLog
 from thundersync_jax.model.presets import TransformerConfig
 from thundersync_jax.sharding import MeshShape, make_mesh
@@ -98,6 +89,7 @@ class Learner:
         self.memory, programs = plan_memory(config, room, make)
         config, shapes = self.memory.config, programs.shapes
         self._config, self._programs = config, programs
+        self._reduction = REDUCTIONS[config.reduction]
         master = programs.place_master(params)
         self.state = TrainState(params=master, opt_state=programs.init_opt_state(master))
         self.params: Params = programs.gather(master)
@@ -108,7 +100,11 @@ class Learner:
             in_host_memory=config.pool_memory == "pinned_host",
         )
         self._buffers = Accumulators(
-            programs, pairs, num_held=config.held_gradients, advantage=config.advantage
+            programs,
+            pairs,
+            num_held=config.held_gradients,
+            advantage=config.advantage,
+            start=self.state.sums,
         )
         self._schedule = Schedule(
             num_replicas=programs.num_replicas,
@@ -119,6 +115,8 @@ class Learner:
             lanes_per_call=shapes.lanes_per_call,
             advantage=config.advantage,
             pack_buckets=[b for b in config.buckets if b <= config.pack_tokens],
+            paired=self._reduction.paired,
+            is_local=self._reduction.is_local,
         )
         self._next_group_id = 0
         self._log = WorkLog()
@@ -144,6 +142,8 @@ class Learner:
                 f"task {task_id!r}: group_size {group_size}: expected at least 2, or no advantage"
             )
         self._check_ids(f"task {task_id!r}", prompt)
+        num_groups = len(self._schedule.groups) + 1
+        self._reduction.check_group(f"task {task_id!r}", group_size, num_groups)
         if prompt.size > self._config.buckets[-1]:
             raise LearnerError(
                 f"task {task_id!r}: a prompt of {prompt.size} tokens exceeds the longest bucket "
@@ -158,6 +158,7 @@ class Learner:
                 prompt_ids=prompt.astype(np.int32),
                 members=[Member(index=i) for i in range(group_size)],
                 prefix_bucket=self._prefix_bucket(prompt.size - 1),
+                center=self.state.sums.center if self._reduction.has_center else None,
             )
         )
         return group_id
@@ -246,9 +247,7 @@ class Learner:
         """
         self._finish()
         denominator = max(self._denominator(), 1.0)
-        return jax.tree.map(
-            lambda g: -np.sum(np.asarray(g), axis=0) / denominator, self._buffers.batch
-        )
+        return jax.tree.map(lambda g: -g / denominator, self._buffers.gradient())
 
     def update(self) -> UpdateReport:
         """Runs what is left, then normalises, clips and steps once; the next step starts empty.
@@ -272,21 +271,23 @@ class Learner:
             is_empty=is_empty,
             grad_norm=norm,
             learning_rate=rate,
+            num_promotions=self._buffers.num_promotions,
         )
+        self._buffers.begin(self.state.sums)
         self._schedule.clear()
         self._begin_step()
         return report
 
     def load(self, state: TrainState) -> None:
         """Goes on from a restored state; the step in progress is dropped."""
+        self.params, self.state = None, state
         self.abandon()
-        self.state, self.params = state, None
         self.params = self._programs.gather(state.params)
 
     def abandon(self) -> None:
         """Drops the step: every group and partial sum is gone, the train state is as before it."""
         self._schedule.clear()
-        self._buffers.clear()
+        self._buffers.clear(self.state.sums)
         self._log.take()
         self._begin_step()
 
@@ -349,7 +350,7 @@ class Learner:
                 for replica, filled in enumerate(work.replicas):
                     for at, lane in enumerate(filled):
                         statistics.add(lane, note_of(stats, replica, at))
-                return _kind(work), work.bucket, sum(len(lane.members) for lane in work.lanes)
+                return work.kind, work.bucket, sum(len(lane.members) for lane in work.lanes)
 
     def _denominator(self) -> float:
         """Action tokens, or trajectories, that arrived with a reward. Groups of equal rewards
@@ -376,13 +377,12 @@ class Learner:
 
     def _step(self, denominator: float) -> float:
         started_s = time.monotonic()
-        state, buffers = self.state, self._buffers
-        state.params, state.opt_state, buffers.batch, norm = self._programs.update(
-            state.params, state.opt_state, buffers.batch, denominator
-        )
+        state = self.state
+        members = [m for group in self._schedule.groups for m in group.members]
+        rewards = [m.reward for m in members if m.reward is not None]
+        value, sums = self._buffers.update(state, denominator, rewards)
         self.params = None  # freed before its successor is made
         self.params = self._programs.gather(state.params)
-        value = float(norm)  # blocks until the update is complete
         if not math.isfinite(value):
             self._failure = NonFiniteGradientError(
                 f"the batch gradient has norm {value} although every trajectory's is finite: a sum "
@@ -390,11 +390,6 @@ class Learner:
             )
             raise self._failure
         self._log.add("update", 0, 0, started_s)
-        self.state.policy_version += 1
+        state.policy_version += 1
+        state.sums = sums
         return value
-
-
-def _kind(work: FoldWork) -> str:
-    """The path that most of a call's lanes take, for the work log."""
-    paths = [lane.path.value for lane in work.lanes]
-    return max(paths, key=paths.count)

@@ -17,7 +17,8 @@ The same object drives the learner and the simulation of its schedule.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import collections
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from thundersync_jax.learner.filling import Filling
 from thundersync_jax.learner.groups import Group, Held, Member, Path, Stage
@@ -44,6 +45,9 @@ class Schedule:
       pairs_per_call: pair indices that one call can reach.
       lanes_per_call: K by bucket.
       pack_buckets: buckets of lanes that several trajectories may share.
+      paired: paths that go through the group's pair; a trajectory waits for a free one.
+      is_local: a group stays on one replica and waits there for a prompt slot, so that content
+        alone decides which program computes its gradients.
     """
 
     def __init__(
@@ -57,12 +61,16 @@ class Schedule:
         lanes_per_call: Callable[[int], int],
         advantage: str,
         pack_buckets: Sequence[int] = (),
+        paired: Collection[Path] = (Path.STREAM,),
+        is_local: bool = False,
     ) -> None:
         self._num_replicas = num_replicas
         self._pairs_per_call = pairs_per_call
         self._lanes_per_call = lanes_per_call
         self._advantage = advantage
         self._pack_buckets = tuple(pack_buckets)
+        self._paired = paired
+        self._is_local = is_local
         self._free_pairs = [set(range(num_pairs)) for _ in range(num_replicas)]
         self._free_slots = [list(range(num_slots)) for _ in range(num_replicas)]
         self._free_held = [set(range(num_held)) for _ in range(num_replicas)]
@@ -76,15 +84,20 @@ class Schedule:
         return self._groups.get(group_id)
 
     def open(self, group: Group) -> None:
-        """Adds a group; reserves a prompt slot at the replica with most free ones, if it shares."""
-        self._groups[group.group_id] = group
-        if group.prefix_bucket:
-            home = max(range(self._num_replicas), key=lambda r: (len(self._free_slots[r]), -r))
-            if self._free_slots[home]:
-                group.home = home
-                group.slots[home] = self._free_slots[home].pop()
-            else:
+        """Adds a group; reserves a prompt slot at the replica with most free ones, if it shares.
+
+        One that stays is at home where fewest groups are.
+        """
+        if self._is_local:
+            homes = collections.Counter(g.home for g in self.groups if not g.is_closed)
+            group.home = min(range(self._num_replicas), key=lambda r: (homes[r], r))
+        elif group.prefix_bucket:
+            free = self._free_slots
+            group.home = max(range(self._num_replicas), key=lambda r: (len(free[r]), -r))
+            if not free[group.home]:
                 group.prefix_bucket = 0
+        self._groups[group.group_id] = group
+        self._reserve_slot(group)
 
     def clear(self) -> None:
         """Forgets the step; every buffer is free again."""
@@ -103,6 +116,8 @@ class Schedule:
 
     def next_work(self) -> Work | None:
         """The call that is due, its buffers taken; None when nothing is ready."""
+        for group in self.groups:
+            self._reserve_slot(group)
         closing = [g for g in self.groups if self._ready_to_close(g)]
         close = self._close([g for g in closing if g.pairs])
         if close is not None:
@@ -205,8 +220,14 @@ class Schedule:
 
     # -- prompts --------------------------------------------------------------------------------
 
+    def _reserve_slot(self, group: Group) -> None:
+        """Gives a group that has yet to run its prompt a free slot at home."""
+        is_waiting = bool(group.prefix_bucket) and not group.slots and not group.is_accumulated
+        if is_waiting and self._free_slots[group.home]:
+            group.slots[group.home] = self._free_slots[group.home].pop()
+
     def _needs_prompt(self, group: Group) -> bool:
-        return bool(group.prefix_bucket) and not group.is_closed and group.home not in group.loaded
+        return group.home in group.slots and group.home not in group.loaded
 
     def _prompts(self, groups: Sequence[Group], *, is_backward: bool) -> PromptWork | None:
         """One prompt a replica, all of the bucket of the first group."""
@@ -223,7 +244,7 @@ class Schedule:
     def _spread(self, best: FoldWork) -> PromptWork | None:
         """Loads a busy group's prompt on idle replicas, where that is sooner than waiting."""
         loads = [len(lanes) for lanes in best.replicas]
-        if not best.prefix_bucket or max(loads) - min(loads) < 2:
+        if self._is_local or not best.prefix_bucket or max(loads) - min(loads) < 2:
             return None
         saved = (max(loads) - -(-sum(loads) // len(loads))) * best.bucket
         if saved < best.prefix_bucket / 3:  # a forward pass is a third of a gradient
@@ -283,6 +304,8 @@ class Schedule:
             capacity=self._lanes_per_call(bucket),
             pairs_per_call=self._pairs_per_call,
             free_pairs=self._free_pairs,
+            paired=self._paired,
+            is_local=self._is_local,
         )
         counts: dict[int, int] = {}
         for group, _, _ in ready:
@@ -290,7 +313,7 @@ class Schedule:
         for group, members, path in sorted(
             ready, key=lambda r: (r[2] is Path.STREAM, -counts[r[0].group_id], r[0].group_id)
         ):
-            if path is Path.STREAM and not filling.can_stream(group):
+            if path in self._paired and not filling.has_pair(group):
                 for member in members:
                     member.was_held = True
             else:
@@ -337,11 +360,12 @@ class Schedule:
 
     def _bound(self, group: Group, member: Member, held: Held) -> LaneWork | None:
         """Where a held gradient goes; None while it must wait for a pair on its replica."""
-        if member.reward is None or group.is_complete:
+        path = Path.DIRECT if group.is_complete else Path.STREAM
+        if member.reward is None or path not in self._paired:
             return LaneWork(group=group, members=(member,), path=Path.DIRECT)
         free = self._free_pairs[held.replica]
         pair = group.pairs.get(held.replica, min(free, default=None))
         if pair is None:
             member.was_held = True
             return None
-        return LaneWork(group=group, members=(member,), path=Path.STREAM, pair=pair)
+        return LaneWork(group=group, members=(member,), path=path, pair=pair)
