@@ -1,6 +1,7 @@
-"""The learner's programs compiled for a mesh, run by tests in a process of their own.
+r"""The learner's programs compiled for a mesh, run by tests in a process of their own.
 
-    python tests/learner_programs.py PRESET BUCKET PREFIX DATA FSDP TENSOR [TOPOLOGY [NAME ..]]
+    python tests/learner_programs.py PRESET REDUCTION BUCKET PREFIX DATA FSDP TENSOR \
+        [TOPOLOGY [NAME ..]]
 
 Prints JSON: program -> report, with the bytes that must be updated in place and those that lie on
 the device while it runs, its temporaries included. Without a topology the devices are those of the
@@ -89,6 +90,7 @@ def title(program: Name) -> str:
 
 def reports(
     name: str,
+    reduction: str,
     bucket: int,
     prefix: int,
     shape: MeshShape,
@@ -102,6 +104,7 @@ def reports(
         num_held=NUM_HELD,
         num_slots=num_pairs(shape.data) + NUM_HELD,
         slot_length=prefix,
+        reduction=reduction,
     )
     programs = Programs(
         ScoreSettings(model=model), make_optimizer(OptimizerSection()), mesh, shapes
@@ -125,10 +128,11 @@ def reports(
 
 
 def main() -> None:
-    name, bucket, prefix, data, fsdp, tensor, *rest = sys.argv[1:]
+    name, reduction, bucket, prefix, data, fsdp, tensor, *rest = sys.argv[1:]
     shape = MeshShape(data=int(data), fsdp=int(fsdp), tensor=int(tensor))
     devices = topology.topology_devices(rest[0]) if rest else jax.devices()
-    print(json.dumps(reports(name, int(bucket), int(prefix), shape, devices, rest[1:])))
+    found = reports(name, reduction, int(bucket), int(prefix), shape, devices, rest[1:])
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

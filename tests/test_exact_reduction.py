@@ -7,6 +7,7 @@ import functools
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import learner_cases as lc
 import numpy as np
 import pytest
@@ -15,18 +16,22 @@ from thundersync_jax.config_sections import LearnerSection
 from thundersync_jax.errors import ConfigError
 from thundersync_jax.learner.checkpoint import Checkpointer, RunPosition
 from thundersync_jax.learner.exact_sum import LIMB_BITS, MAX_ADDENDS
+from thundersync_jax.learner.grids import ADJOINTS, PAIR
 from thundersync_jax.learner.groups import LearnerError
 from thundersync_jax.learner.learner import Learner
 from thundersync_jax.learner.statistics import NonFiniteGradientError
+from thundersync_jax.learner.train_state import TrainState
+from thundersync_jax.transport.messages import UpdateReport
 
 MODEL = lc.tiny()
 SHARING = {
-    "buckets": (32, 64),
+    "buckets": (64,),
     "tokens_per_step": 128,
     "prompt_buckets": (24,),
     "prompt_slots": 1,
     "min_shared_tokens": 2,
     "held_gradients": 1,
+    "pairs_per_call": 1,
 }
 NUM_STEPS = 3
 
@@ -46,9 +51,24 @@ def batch(step: int) -> list[lc.Case]:
     ]
 
 
-def make(pool_size: int = 1, **changes) -> Learner:
-    settings = {**SHARING, "pool_size": pool_size, "reduction": "exact", **changes}
-    return lc.make_learner(MODEL, **settings)
+@functools.cache
+def made(pool_size: int) -> tuple[Learner, TrainState]:
+    """A learner, and where it began."""
+    learner = lc.make_learner(MODEL, **SHARING, pool_size=pool_size, reduction="exact")
+    return learner, copied(learner.state)
+
+
+def fresh(pool_size: int = 1) -> Learner:
+    """A learner at the beginning."""
+    learner, start = made(pool_size)
+    learner.load(copied(start))
+    return learner
+
+
+def copied(state: TrainState) -> TrainState:
+    """A state whose arrays may be donated."""
+    params, opt_state = jax.tree.map(jnp.array, (state.params, state.opt_state))
+    return dataclasses.replace(state, params=params, opt_state=opt_state)
 
 
 def bits(learner: Learner) -> list[bytes]:
@@ -56,31 +76,33 @@ def bits(learner: Learner) -> list[bytes]:
     return [*(leaf.tobytes() for leaf in lc.copy_state(learner)), repr(learner.state.sums).encode()]
 
 
-def run_step(learner: Learner, step: int, order: int | None):
-    """One step: in barrier mode, or streamed in a random order."""
+def feed(learner: Learner, cases: list[lc.Case], order: int | None) -> None:
+    """In barrier mode, or streamed in a random order."""
     if order is None:
-        lc.enqueue(learner, batch(step))
+        lc.enqueue(learner, cases)
     else:
-        lc.run_events(learner, batch(step), np.random.default_rng(order))
+        lc.run_events(learner, cases, np.random.default_rng(order))
+
+
+def run_step(learner: Learner, step: int, order: int | None) -> UpdateReport:
+    feed(learner, batch(step), order)
     return learner.update()
 
 
 @functools.cache
 def want() -> tuple[list[bytes], list[int]]:
     """After NUM_STEPS steps in barrier mode; the promotions of every step."""
-    learner = make()
+    learner = fresh()
     reports = [run_step(learner, step, None) for step in range(NUM_STEPS)]
     assert {r.paths["stream"] + r.paths["ahead"] for r in reports} == {0}
     return bits(learner), [r.num_promotions for r in reports]
 
 
-@pytest.mark.parametrize("pool_size", [1, 2, 8])
+@pytest.mark.parametrize("pool_size", [1, 2])
 def test_weights_have_the_same_bits_for_every_order_path_mix_pool_and_mode(pool_size: int):
-    learner, paths = make(pool_size), set()
-    start = dataclasses.replace(learner.state, **copies(learner))
+    paths: set[str] = set()
     for order in range(3):
-        learner.load(dataclasses.replace(start, **copies(start)))
-        promotions = []
+        learner, promotions = fresh(pool_size), []
         for step in range(NUM_STEPS):
             report = run_step(learner, step, order * NUM_STEPS + step)
             paths |= {name for name, count in report.paths.items() if count}
@@ -89,29 +111,21 @@ def test_weights_have_the_same_bits_for_every_order_path_mix_pool_and_mode(pool_
     assert paths == {"direct", "stream", "ahead"}
 
 
-def copies(source) -> dict:
-    """Arrays of a learner's or a state's train state that no update donates."""
-    state = source.state if isinstance(source, Learner) else source
-    return {
-        "params": jax.tree.map(jax.numpy.array, state.params),
-        "opt_state": jax.tree.map(jax.numpy.array, state.opt_state),
-    }
-
-
 def test_a_restart_in_the_middle_leaves_no_trace(tmp_path: Path):
-    """Through a checkpoint, and with a step that was abandoned half way."""
-    first = make()
+    """Through a checkpoint into a learner that was half way through other steps, and with a step
+    that is abandoned half way.
+    """
+    first, second = fresh(1), fresh(2)
     run_step(first, 0, order=7)
     checkpoints = Checkpointer(tmp_path, keep_last=1)
     checkpoints.save(first.state, RunPosition(num_steps=1), reward=0.0)
-    second = make(2)
-    lc.run_events(second, batch(3), np.random.default_rng(0))
+    feed(second, batch(3), order=0)
     state, _ = checkpoints.restore(second.state, 1)
     checkpoints.close()
     assert state.sums == first.state.sums
     assert state.sums.center != 0 and state.sums.adjoint1
     second.load(state)
-    lc.run_events(second, batch(1), np.random.default_rng(5))
+    feed(second, batch(1), order=5)
     second.abandon()
     for step in range(1, NUM_STEPS):
         run_step(second, step, order=step)
@@ -119,36 +133,33 @@ def test_a_restart_in_the_middle_leaves_no_trace(tmp_path: Path):
 
 
 def test_the_gradient_is_the_reference_gradient():
-    """The first step finds its grids; the second begins with them."""
-    learner = make()
+    """The first step finds its grids; the others begin with them."""
+    learner = fresh()
     for step, limit in enumerate((1e-5, 1e-6, 1e-6)):
         cases = batch(step)
         wanted = lc.reference(MODEL, learner.params, cases, LearnerSection())
-        lc.run_events(learner, cases, np.random.default_rng(step))
+        feed(learner, cases, order=step)
         assert lc.rel_l2(learner.gradient(), wanted) <= limit
         learner.update()
 
 
 def test_gradients_beyond_their_grid_promote_it_and_the_bits_stay_the_same():
-    """Grids a thousand millionth of what they should be, for some leaves: half the steps' values
-    do not fit them.
+    """Every second leaf begins with a grid that is finer by 2**37, so that most addends exceed it
+    and some do not.
     """
     found = []
     for order in (None, 0, 1):
-        learner = make(2)
+        learner = fresh()
         run_step(learner, 0, None)
         sums = learner.state.sums
-        small = {
+        finer = {
             name: tuple(e - 37 * (at % 2) for at, e in enumerate(getattr(sums, name)))
-            for name in ("batch", "reward_score_grad", "score_grad", "adjoint1", "adjoint2")
+            for name in ("batch", *PAIR, *ADJOINTS)
         }
-        learner.load(dataclasses.replace(learner.state, sums=dataclasses.replace(sums, **small)))
+        learner.load(dataclasses.replace(learner.state, sums=dataclasses.replace(sums, **finer)))
         cases = batch(1)
         wanted = lc.reference(MODEL, learner.params, cases, LearnerSection())
-        if order is None:
-            lc.enqueue(learner, cases)
-        else:
-            lc.run_events(learner, cases, np.random.default_rng(order))
+        feed(learner, cases, order)
         assert lc.rel_l2(learner.gradient(), wanted) <= 1e-5
         report = learner.update()
         assert report.num_promotions > 10
@@ -158,7 +169,7 @@ def test_gradients_beyond_their_grid_promote_it_and_the_bits_stay_the_same():
 
 
 def test_grids_follow_the_gradients_and_the_center_the_rewards():
-    learner = make()
+    learner = fresh()
     assert learner.state.sums.center == 0.0
     assert run_step(learner, 0, 0).num_promotions > 0  # nothing was known
     rewards = [r for c in batch(0) for r in c.rewards if r is not None]
@@ -173,8 +184,8 @@ def test_grids_follow_the_gradients_and_the_center_the_rewards():
 
 
 def test_a_non_finite_gradient_is_refused_by_name_and_never_rounded():
-    learner = make()
-    params = jax.tree.map(lambda p: p.at[(0,) * p.ndim].set(np.nan), learner.state.params)
+    learner = fresh()
+    params = jax.tree.map(lambda p: p.at[(0,) * p.ndim].set(jnp.nan), learner.state.params)
     learner.load(dataclasses.replace(learner.state, params=params))
     before = bits(learner)
     lc.enqueue(learner, batch(0)[:1])
@@ -191,6 +202,6 @@ def test_what_exact_sums_cannot_do_is_refused():
     with pytest.raises(ConfigError, match=r"reduction = 'exakt': expected one of"):
         LearnerSection(reduction="exakt")
     with pytest.raises(LearnerError, match=r"group_size 5000.*at most 4095 trajectories a group"):
-        make().open_group("t", (1,), MAX_ADDENDS + 905)
+        fresh().open_group("t", (1,), MAX_ADDENDS + 905)
     with jax.enable_x64(True), pytest.raises(ConfigError, match=r"float64.*'ordered'"):
         lc.make_learner(lc.tiny("float64"), reduction="exact", pool_size=1)

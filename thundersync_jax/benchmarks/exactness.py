@@ -104,7 +104,7 @@ def _exact_cost() -> dict[str, Any]:
     print(f"exact over ordered: {NUM_PAIRED} pairs of steps", file=sys.stderr)
     load = learner.workload(learner.LONG_PROMPT)
     made = {
-        name: learner.make_learner(prompt_buckets=(256,), buckets=(256,), reduction=name)
+        name: learner.make_learner(prompt_buckets=(256,), reduction=name)
         for name in ("ordered", "exact")
     }
     times = learner.medians(

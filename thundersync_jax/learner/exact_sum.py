@@ -12,7 +12,9 @@ had every addend met the coarser grid: when a grid is promoted does not show eit
 
 Invariants:
   * Of n addends the sum is within n * 2**(exponent - 1) of the true one, and reading it rounds to
-    float32: twice at most, each time by 2**-24 of the result.
+    float32: twice at most, each time by 2**-24 of the result. The largest addend has at least 20
+    bits above 2**exponent, and about 33 in a step like the one before it (MARGIN_BITS). A third
+    limb would add 20 to both, for half as much memory again.
   * At most MAX_ADDENDS addends, those of all replicas together: no limb leaves an int32.
   * An addend that is not finite, or from 2**125 on, makes the sum read NaN until it is cleared. It
     is never rounded to a number.
