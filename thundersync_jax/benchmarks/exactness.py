@@ -5,6 +5,7 @@ what the same bits in every order cost.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import statistics
 import sys
 import time
@@ -108,7 +109,7 @@ def _exact_cost() -> dict[str, Any]:
         for name in ("ordered", "exact")
     }
     times = learner.medians(
-        {name: lambda one=one: _step_s(one, load) for name, one in made.items()}, NUM_PAIRED
+        {name: functools.partial(_step_s, one, load) for name, one in made.items()}, NUM_PAIRED
     )
     ratios = sorted(e / o for e, o in zip(times["exact"], times["ordered"], strict=True))
     kept = {name: one.memory.resident_bytes for name, one in made.items()}

@@ -12,9 +12,10 @@ had every addend met the coarser grid: when a grid is promoted does not show eit
 
 Invariants:
   * Of n addends the sum is within n * 2**(exponent - 1) of the true one, and reading it rounds to
-    float32: twice at most, each time by 2**-24 of the result. The largest addend has at least 20
-    bits above 2**exponent, and about 33 in a step like the one before it (MARGIN_BITS). A third
-    limb would add 20 to both, for half as much memory again.
+    float32: twice at most, each time by 2**-24 of the result. The largest addend is 2**32 steps of
+    the grid where a grid fits (`start_for`), at least 2**19 where it was promoted, and less only
+    after gradients that were larger by more than 2**13. A third limb would give all of them a
+    factor of 2**20, for half as much memory again.
   * At most MAX_ADDENDS addends, those of all replicas together: no limb leaves an int32.
   * An addend that is not finite, or from 2**125 on, makes the sum read NaN until it is cleared. It
     is never rounded to a number.
@@ -73,7 +74,7 @@ class ExactSum(struct.PyTreeNode):
     grid: Grid
 
     @classmethod
-    def abstract(cls, values: Tree, numbers: Callable[..., jax.ShapeDtypeStruct]) -> Self:
+    def abstract(cls, values: Tree, numbers: Callable[..., Any]) -> Self:
         def limb(x: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(x.shape, jnp.int32, sharding=x.sharding)
 
@@ -185,8 +186,8 @@ class ExactSum(struct.PyTreeNode):
 
     def _by_leaf(self, numbers: jax.Array) -> Tree:
         """Numbers [..., N], one a leaf, as a tree."""
-        structure = jax.tree.structure(self.high)
-        return structure.unflatten([numbers[..., at] for at in range(numbers.shape[-1])])
+        one_each = [numbers[..., at] for at in range(numbers.shape[-1])]
+        return jax.tree.unflatten(jax.tree.structure(self.high), one_each)
 
 
 # -- one leaf -------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ class Sum(Protocol):
         """What the host must know of it, if anything."""
 
     @classmethod
-    def abstract(cls, values: Tree, numbers: Callable[..., jax.ShapeDtypeStruct]) -> Self:
+    def abstract(cls, values: Tree, numbers: Callable[..., Any]) -> Self:
         """The sum of abstract float values.
 
         Args:
@@ -77,7 +77,7 @@ class OrderedSum(struct.PyTreeNode):
         return None
 
     @classmethod
-    def abstract(cls, values: Tree, numbers: Callable[..., jax.ShapeDtypeStruct]) -> Self:
+    def abstract(cls, values: Tree, numbers: Callable[..., Any]) -> Self:
         return cls(values=values)
 
     def fold(self, coefficient: jax.Array, addend: Tree) -> Self:
