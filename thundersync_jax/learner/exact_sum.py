@@ -96,25 +96,29 @@ class ExactSum(struct.PyTreeNode):
                 return quantize(coefficient * x.astype(jnp.float32), exponent)
 
             limbs = jax.tree.map(limbs_of, addend, acc._by_leaf(acc.grid.exponent))
-            high, low = _unzip(addend, limbs)
-            plus = jax.tree.map(jnp.add, (acc.high, acc.low), (high, low))
-            return acc.replace(high=plus[0], low=plus[1])
+            return acc.replace(
+                high=jax.tree.map(lambda high, pair: high + pair[0], acc.high, limbs),
+                low=jax.tree.map(lambda low, pair: low + pair[1], acc.low, limbs),
+            )
 
         return in_place(coefficient != 0, add, self._promoted(binary_exponent(largest)))
 
     def _promoted(self, peak: jax.Array) -> Self:
         """On a grid that holds addends of these binary exponents."""
-
-        def limbs_of(high: jax.Array, low: jax.Array, levels: jax.Array) -> Any:
-            rounds = jnp.minimum(levels, 2)  # then nothing is left
-            return jax.lax.fori_loop(0, rounds, lambda _, limbs: promote(*limbs), (high, low))
-
         grid = self.grid
         exponent = exponent_for(peak, grid.exponent)
-        levels = self._by_leaf((exponent - grid.exponent) // LIMB_BITS)
-        high, low = _unzip(self.high, jax.tree.map(limbs_of, self.high, self.low, levels))
+        levels = (exponent - grid.exponent) // LIMB_BITS
+
+        def promote(done: jax.Array, acc: Self) -> Self:
+            """One level: the lowest limb is dropped, wherever the grid is still too fine."""
+            is_due = acc._by_leaf(done < levels)
+            low = jax.tree.map(jnp.where, is_due, acc.high, acc.low)
+            high = jax.tree.map(lambda due, high: jnp.where(due, 0, high), is_due, acc.high)
+            return acc.replace(high=high, low=low)
+
+        rounds = jnp.minimum(jnp.max(levels), 2)  # then nothing is left
         grid = grid.replace(exponent=exponent, peak=jnp.maximum(grid.peak, peak))
-        return self.replace(high=high, low=low, grid=grid)
+        return jax.lax.fori_loop(0, rounds, promote, self).replace(grid=grid)
 
     def close(self, coefficients: jax.Array, is_used: jax.Array, first: Self, second: Self) -> Self:
         def combined(first: jax.Array, second: jax.Array) -> jax.Array:
@@ -201,12 +205,6 @@ def quantize(x: jax.Array, exponent: jax.Array) -> tuple[jax.Array, jax.Array]:
     return high.astype(jnp.int32), low.astype(jnp.int32)
 
 
-def promote(high: jax.Array, low: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The limbs on the grid that is coarser by 20 bits."""
-    del low  # what `high` was rounded without
-    return jnp.zeros_like(high), high
-
-
 def to_float(high: jax.Array, low: jax.Array, exponent: jax.Array) -> jax.Array:
     """The float32 nearest to the limbs' value, but for two roundings; it depends on nothing else.
 
@@ -248,9 +246,3 @@ def power_of_two(exponent: jax.Array) -> jax.Array:
 def _largest(tree: Tree) -> jax.Array:
     """The largest magnitude of every leaf, float32 [N]; NaN where there is one."""
     return jnp.stack([jnp.max(jnp.abs(x)).astype(jnp.float32) for x in jax.tree.leaves(tree)])
-
-
-def _unzip(like: Tree, pairs: Tree) -> tuple[Tree, Tree]:
-    """Two trees from a tree of pairs."""
-    first = jax.tree.map(lambda _, pair: pair[0], like, pairs)
-    return first, jax.tree.map(lambda _, pair: pair[1], like, pairs)
