@@ -106,18 +106,7 @@ class Learner:
             advantage=config.advantage,
             start=self.state.sums,
         )
-        self._schedule = Schedule(
-            num_replicas=programs.num_replicas,
-            num_pairs=config.pool_size,
-            num_slots=config.prompt_slots if config.prompt_buckets else 0,
-            num_held=config.held_gradients,
-            pairs_per_call=shapes.num_pairs,
-            lanes_per_call=shapes.lanes_per_call,
-            advantage=config.advantage,
-            pack_buckets=[b for b in config.buckets if b <= config.pack_tokens],
-            paired=self._reduction.paired,
-            is_local=self._reduction.is_local,
-        )
+        self._schedule = self._make_schedule()
         self._next_group_id = 0
         self._log = WorkLog()
         self._postponed: Work | None = None
@@ -296,6 +285,21 @@ class Learner:
         return self._log.take()
 
     # -- internals ------------------------------------------------------------------------------
+
+    def _make_schedule(self) -> Schedule:
+        config, programs = self._config, self._programs
+        return Schedule(
+            num_replicas=programs.num_replicas,
+            num_pairs=config.pool_size,
+            num_slots=config.prompt_slots if config.prompt_buckets else 0,
+            num_held=config.held_gradients,
+            pairs_per_call=programs.shapes.num_pairs,
+            lanes_per_call=programs.shapes.lanes_per_call,
+            advantage=config.advantage,
+            pack_buckets=[b for b in config.buckets if b <= config.pack_tokens],
+            paired=self._reduction.paired,
+            is_local=self._reduction.is_local,
+        )
 
     def _begin_step(self) -> None:
         self._statistics = StepStatistics(self._config)
