@@ -175,7 +175,7 @@ class Accumulators:
         at = 2 * reached.index(work.index)
         pair = pairs[at : at + 2]
         for name, acc in zip(PAIR, pair, strict=True):
-            self._grids.note(name, acc.grid, (coefficients != 0).any(axis=1))
+            self._grids.note(name, acc.grid, coefficients[:, 0] != 0)
         self.batch, *closed = self._programs.close(self.batch, pair, coefficients, is_used)
         self._pairs.put(reached, (*pairs[:at], *closed, *pairs[at + 2 :]))
         jax.block_until_ready(self.batch)
@@ -202,7 +202,7 @@ class Accumulators:
                 slot[replica] = group.slots[replica]
         rows = np.arange(len(slot)), slot
         for name, acc in zip(ADJOINTS, (self._slots.adjoint1, self._slots.adjoint2), strict=True):
-            self._grids.note(name, acc.grid, (coefficients != 0).any(axis=1), rows)
+            self._grids.note(name, acc.grid, coefficients[:, 0] != 0, rows)
         self.batch = self._programs.prompt_backward(
             params, self.batch, self._slots, coefficients, prompts
         )
