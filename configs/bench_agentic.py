@@ -47,8 +47,10 @@ def get_config() -> ConfigDict:
     config.rollout.tool_timeout_s = 120.0
     config.sandbox.num_slots = 32
 
-    config.serving.num_slots = 32
+    # Three agents of four wait for their tools, and on a CPU an empty row costs as much as a full
+    # one: few slots, and observations one by one.
+    config.serving.num_slots = 8
     config.serving.steps_per_sync = 4
-    config.serving.extend_rows = 8
+    config.serving.extend_rows = 1
     config.serving.extend_buckets = (64, 512)
     return config

@@ -15,7 +15,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 LAYERS = {
     0: {
         "errors", "host_memory", "trajectory", "config", "config_sections", "config_serving",
-        "metrics", "trajectory_log", "workdir", "command_line",
+        "config_sampling", "metrics", "trajectory_log", "workdir", "command_line",
     },
     1: {"sharding", "hlo", "topology", "model", "losses", "transport"},
     2: {

@@ -13,7 +13,8 @@ import serving_cases as sc
 from cancellation import cancelled_at, cancelled_at_every_await
 from sandbox_cases import ends, fresh_mark, is_running, pool
 
-from thundersync_jax.config_sections import RolloutSection, SamplingSection
+from thundersync_jax.config_sampling import SamplingSection
+from thundersync_jax.config_sections import RolloutSection
 from thundersync_jax.envs.base import Action, Attempt, Observation
 from thundersync_jax.rollout.chat import word_tokenizer
 from thundersync_jax.rollout.rollout import RolloutRunner

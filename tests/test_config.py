@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import subprocess
 import sys
@@ -18,8 +19,8 @@ def changed(**keys):
     """The default configuration with section__key=value changes."""
     config = default_config()
     for path, value in keys.items():
-        section, key = path.split("__")
-        setattr(getattr(config, section), key, value)
+        *sections, key = path.split("__")
+        setattr(functools.reduce(getattr, sections, config), key, value)
     return config
 
 
@@ -62,6 +63,18 @@ def test_a_mistyped_key_names_its_neighbor():
         ({"run__profile_steps": "5:5"}, "run.profile_steps = '5:5'"),
         ({"sampling__top_p": 0.9}, "gradient is that of the untruncated policy"),
         ({"sampling__temperature": 0.0}, "temperature > 0"),
+        ({"run__seed": 2**63}, "run.seed = .*: expected an integer of 64 bits"),
+        ({"optimizer__learning_rate": float("inf")}, "learning_rate = inf: expected a finite"),
+        ({"optimizer__eps": float("nan")}, "optimizer.eps = nan: expected a finite number above 0"),
+        ({"optimizer__b1": 1.0}, "optimizer.b1 = 1.0: expected at least 0 and below 1"),
+        ({"optimizer__b2": float("nan")}, "optimizer.b2 = nan: expected at least 0 and below 1"),
+        ({"optimizer__weight_decay": -5.0}, "weight_decay = -5.0: expected a finite number, at"),
+        ({"evaluation__sampling__top_p": 1e-300}, "top_p = 1e-300: expected a number from 1e-06"),
+        ({"evaluation__sampling__top_k": 2**40}, "top_k = .*below 2"),
+        ({"sampling__temperature": 1e300}, "temperature = 1e.300: expected 0 .greedy."),
+        ({"sandbox__start_timeout_s": float("nan")}, "start_timeout_s = nan: expected a positive"),
+        ({"sandbox__cpu_s": 2**70}, "sandbox.cpu_s = .*: expected 1 to"),
+        ({"sandbox__num_slots": 100000}, "sandbox.num_slots = 100000: expected 1 to 4096"),
         ({"optimizer__schedule": "cosine"}, "optimizer.decay_steps = 0: expected more than"),
         ({"env__factory": "module"}, "expected 'package.module:function'"),
     ],

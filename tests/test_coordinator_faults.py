@@ -9,7 +9,8 @@ import fakes
 import pytest
 from test_coordinator import OnContent, World
 
-from thundersync_jax.config_sections import RolloutSection, SamplingSection
+from thundersync_jax.config_sampling import SamplingSection
+from thundersync_jax.config_sections import RolloutSection
 from thundersync_jax.coordinator import events as ev
 from thundersync_jax.coordinator.coordinator import Coordinator
 from thundersync_jax.coordinator.step_run import AttemptPort, StepResult

@@ -104,7 +104,9 @@ def test_an_engine_that_raises_is_named_in_every_open_turn_and_ends_its_server(
             asyncio.create_task(client.sample(request(i, (1, 2)))) for i in range(MAX_OPEN_TURNS)
         ]
         await asyncio.sleep(0.2)
-        with pytest.raises(ServingError, match=r"index 99: .*RESOURCE_EXHAUSTED"):
+        with pytest.raises(
+            ServingError, match=r"index 99: the server at .* did not take .*try again"
+        ):
             await client.sample(request(99, (1, 2)))
         engine.is_due.set()
         for i, error in enumerate(await asyncio.gather(*turns, return_exceptions=True)):
@@ -210,13 +212,14 @@ REQUESTS = st.builds(
     context_ids=st.lists(IDS, min_size=1, max_size=5).map(tuple),
     sampling=st.builds(
         SamplingParams,
-        temperature=st.floats(0, 1e3),
+        temperature=st.just(0.0) | st.floats(1e-6, 1e3),
         top_k=IDS,
-        top_p=st.floats(0, 1, exclude_min=True),
+        top_p=st.floats(1e-6, 1),
         stop_ids=st.frozensets(IDS, max_size=8),
         max_tokens=st.integers(1, 2**31 - 1),
         seed=st.integers(),
     ),
+    policy_version=st.none() | IDS,
 )
 
 

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import logging
 import re
+import time
 from collections.abc import Coroutine
 from typing import Any
 
@@ -14,9 +15,11 @@ import numpy as np
 import pytest
 from fakes import ids
 
-from thundersync_jax.config_sections import RolloutSection, SamplingSection
+from thundersync_jax.config_sampling import SamplingSection
+from thundersync_jax.config_sections import RolloutSection
+from thundersync_jax.envs.base import Observation
 from thundersync_jax.rollout.agent import derive_seed, truncate_middle
-from thundersync_jax.rollout.phases import run_phase, to_completion
+from thundersync_jax.rollout.phases import AttemptError, contained, run_phase, to_completion
 from thundersync_jax.rollout.rollout import RolloutRunner
 from thundersync_jax.trajectory import (
     OBSERVATION_VERSION,
@@ -237,6 +240,25 @@ def test_a_phase_that_raises_fails_the_attempt_by_name(phase: str) -> None:
     assert len(trial.contents) == (phase == "grade")
 
 
+def test_an_exception_that_cannot_be_shown_fails_the_attempt_by_its_type() -> None:
+    class Mute(RuntimeError):
+        def __str__(self) -> str:
+            raise KeyError
+
+    phase, expected = "step 0", "raised Mute, whose message raised KeyError"
+    with (
+        pytest.raises(AttemptError, match=expected),
+        contained(phase, TrajectoryKey(step=1, group=2, index=3)),
+    ):
+        raise Mute
+
+
+@pytest.mark.parametrize("text", [b"x", None, 3])
+def test_an_observation_is_text(text: object) -> None:
+    with pytest.raises(TypeError, match="text of an Observation must be a str"):
+        Observation(text=text, is_done=True)
+
+
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("how", ["hangs", "stubborn"])
 def test_a_phase_that_hangs_fails_with_its_deadline(
@@ -364,6 +386,17 @@ def test_cancelled_at_any_wait_the_attempt_still_frees_everything(where: str) ->
         assert trial.client.released == ([] if where == "reset" else [trial.key])
 
     run(body())
+
+
+def test_others_are_not_charged_for_code_that_blocks_the_loop() -> None:
+    async def main() -> None:
+        key = TrajectoryKey(step=0, group=0, index=0)
+        other = asyncio.create_task(run_phase("step 0", key, 0.1, lambda: asyncio.sleep(0.05, 7)))
+        await asyncio.sleep(0.01)
+        time.sleep(0.3)
+        assert await other == 7
+
+    run(main())
 
 
 def test_to_completion_raises_what_the_work_raised() -> None:

@@ -82,6 +82,24 @@ def test_a_checkpoint_that_cannot_be_read_ends_the_main_with_its_name(tmp_path: 
     assert "restarted" not in result.stdout
 
 
+def test_a_directory_of_another_run_or_of_none_is_refused(tmp_path: Path) -> None:
+    def serve(workdir: Path, *arguments: str) -> str:
+        command = [
+            *(sys.executable, "-m", "thundersync_jax.serve"),
+            *(f"--config={TESTS / 'small_run.py'}", f"--workdir={workdir}", *arguments),
+        ]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=TESTS)
+        assert result.returncode == 2 and not result.stdout, result
+        return result.stderr
+
+    missing = tmp_path / "mistyped"
+    assert "mistyped is no directory: give that of a run" in serve(missing)
+    assert not missing.exists()
+    WorkDirectory(tmp_path).claim(CONFIG)
+    message = serve(tmp_path, "--config.run.seed=5")
+    assert "holds a run of another configuration: run.seed: 0 -> 5" in message
+
+
 def test_a_mistyped_key_is_reported_without_starting_anything(tmp_path: Path) -> None:
     command = [
         *(sys.executable, "-m", "thundersync_jax.serve"),

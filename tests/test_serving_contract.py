@@ -301,6 +301,17 @@ def test_a_call_over_time_is_named_and_frees_its_slot(served: Served) -> None:
     run(main)
 
 
+@BOTH
+def test_a_turn_of_another_version_is_refused(loops: Mapping[str, Connect], loop: str) -> None:
+    async def main() -> None:
+        async with loops[loop]() as client:
+            with pytest.raises(ServingError, match="index 0 asks for version 99, and the weights"):
+                await client.sample(request(0, (1,), policy_version=99))
+            await client.release(key(0))
+
+    run(main)
+
+
 def test_a_server_that_is_not_there_is_named() -> None:
     async def main() -> None:
         async with remote("127.0.0.1:9", timeout_s=0.3) as client:

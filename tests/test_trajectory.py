@@ -88,7 +88,11 @@ def test_a_verdict_is_exactly_one_of_reward_and_failure():
 
 
 @pytest.mark.parametrize(
-    "reward", [math.nan, math.inf, -math.inf, True, None, "1", np.float32("nan")]
+    "reward",
+    [
+        *(math.nan, math.inf, -math.inf, True, None, "1", 10**400),
+        *(np.float32("nan"), np.float16("inf"), np.float16("-inf")),
+    ],
 )
 def test_rewards_that_are_no_finite_number_are_refused(reward):
     with pytest.raises(TrajectoryError, match="a reward must be"):

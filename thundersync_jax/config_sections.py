@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from thundersync_jax.config_sampling import SamplingSection
 from thundersync_jax.errors import check, check_choice
 
 RESUME_MUTABLE = {"resume_mutable": True}
@@ -51,6 +52,8 @@ class RunSection:
 
     def __post_init__(self) -> None:
         check(self.mode in ("stream", "barrier"), "run.mode", self.mode, "'stream' or 'barrier'")
+        is_seed = -(2**63) <= self.seed < 2**63
+        check(is_seed, "run.seed", self.seed, "an integer of 64 bits")
         for key in ("num_steps", "groups_per_step", "max_open_groups", "max_empty_steps"):
             check(getattr(self, key) >= 1, f"run.{key}", getattr(self, key), "at least 1")
         expected = "at least 2: the advantage of a lone trajectory is always 0"
@@ -250,27 +253,21 @@ class OptimizerSection:
     clip_norm: float = 0.5
 
     def __post_init__(self) -> None:
-        check(self.learning_rate > 0, "optimizer.learning_rate", self.learning_rate, "above 0")
+        for key in ("learning_rate", "eps"):
+            value = getattr(self, key)
+            check(0 < value < math.inf, f"optimizer.{key}", value, "a finite number above 0")
+        for key in ("b1", "b2"):
+            value = getattr(self, key)
+            check(0 <= value < 1, f"optimizer.{key}", value, "at least 0 and below 1")
+        is_decay = 0 <= self.weight_decay < math.inf
+        expected = "a finite number, at least 0"
+        check(is_decay, "optimizer.weight_decay", self.weight_decay, expected)
         check_choice("optimizer.schedule", self.schedule, ("constant", "cosine"))
         check(self.clip_norm > 0, "optimizer.clip_norm", self.clip_norm, "a positive number")
         check(self.warmup_steps >= 0, "optimizer.warmup_steps", self.warmup_steps, "0 or more")
         needs_decay = self.schedule == "cosine" and self.decay_steps <= self.warmup_steps
         expected = "more than optimizer.warmup_steps"
         check(not needs_decay, "optimizer.decay_steps", self.decay_steps, expected)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SamplingSection:
-    """How tokens are drawn. Training needs the untruncated policy: top_k = 0 and top_p = 1."""
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-
-    def __post_init__(self) -> None:
-        check(self.temperature >= 0, "temperature", self.temperature, "at least 0 (0 is greedy)")
-        check(self.top_k >= 0, "top_k", self.top_k, "0 (off) or more")
-        check(0 < self.top_p <= 1, "top_p", self.top_p, "a number in (0, 1]")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -333,8 +330,18 @@ class SandboxSection:
 
     def __post_init__(self) -> None:
         check_choice("sandbox.backend", self.backend, ("auto", "bubblewrap", "restricted"))
-        for key in ("num_slots", "output_bytes", "max_processes", "max_file_bytes", "cpu_s"):
-            check(getattr(self, key) >= 1, f"sandbox.{key}", getattr(self, key), "at least 1")
+        for key, most in (
+            ("num_slots", 4096),  # each has a uid and some processes
+            ("output_bytes", 2**40),
+            ("max_processes", 2**22),
+            ("max_file_bytes", 2**62),
+            ("cpu_s", 2**31),
+        ):
+            value = getattr(self, key)
+            check(1 <= value <= most, f"sandbox.{key}", value, f"1 to {most}")
+        is_time = 0 < self.start_timeout_s < math.inf
+        expected = "a positive number of seconds"
+        check(is_time, "sandbox.start_timeout_s", self.start_timeout_s, expected)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,8 @@ import jax
 from jax.sharding import Mesh
 
 from thundersync_jax.config import RunConfig
-from thundersync_jax.config_sections import EnvSection, SamplingSection
+from thundersync_jax.config_sampling import SamplingSection
+from thundersync_jax.config_sections import EnvSection
 from thundersync_jax.envs.base import EnvironmentSuite
 from thundersync_jax.envs.data import load_tasks
 from thundersync_jax.errors import ConfigError, check

@@ -22,6 +22,7 @@ from ml_collections import config_flags
 
 from thundersync_jax.command_line import USER_ERROR, load_config, run_main
 from thundersync_jax.config import RunConfig, resolve
+from thundersync_jax.errors import ConfigError
 from thundersync_jax.serving.supervision import (
     LOOPBACK,
     SupervisionError,
@@ -63,8 +64,14 @@ def main(argv: Sequence[str]) -> int:
     config, workdir = resolve(load_config(_CONFIG)), WorkDirectory(Path(_WORKDIR.value))
     if _CHILD_PORT.value is not None:
         return serve(config, workdir, _CHILD_PORT.value, _CHECKPOINT_STEP.value or FRESH)
+    workdir.check_same(config)
     step = _CHECKPOINT_STEP.value
     if step is None:
+        if not workdir.root.is_dir():
+            raise ConfigError(
+                f"--workdir={workdir.root} is no directory: give that of a run, or "
+                f"--checkpoint_step={FRESH} for the weights of the seed"
+            )
         step = newest_step(workdir.checkpoints)
     with reserved_port(_PORT.value) as port:
         return supervise(port, step)

@@ -16,6 +16,7 @@ jax.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -244,10 +245,13 @@ def check_reward(reward: float) -> float:
         raise TrajectoryError(
             f"a reward must be a finite number, got {reward!r} of type {type(reward).__name__}"
         )
-    # Integers of any size compare with floats; NaN compares with nothing.
-    if not -MAX_REWARD <= reward <= MAX_REWARD:
+    try:
+        value = float(reward)  # before it is compared: a float16 would round the limit to infinity
+    except OverflowError:
+        value = math.inf
+    if not -MAX_REWARD <= value <= MAX_REWARD:  # NaN compares with nothing
         raise TrajectoryError(
             f"a reward must be finite and at most {MAX_REWARD:g} in size, got {reward!r}: report a "
             "broken attempt as a failure, not as a number"
         )
-    return float(reward)
+    return value

@@ -65,8 +65,7 @@ class WorkDirectory:
             raise ConfigError(
                 f"{self.compile_cache} is a file: remove it, compiled programs go there"
             )
-        if self.config.exists():
-            self._check_same(config)
+        self.check_same(config)
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             self._lock = (self.root / "lock").open("a")
@@ -94,7 +93,10 @@ class WorkDirectory:
         """Writes config.json, once everything compiled and before any other file of the run."""
         write_atomically(self.config, json.dumps(describe(config), indent=2) + "\n")
 
-    def _check_same(self, config: RunConfig) -> None:
+    def check_same(self, config: RunConfig) -> None:
+        """Raises ConfigError when the directory holds a run of another configuration."""
+        if not self.config.exists():
+            return
         try:
             saved = json.loads(self.config.read_text(encoding="utf-8"))["config"]
         except (ValueError, KeyError, TypeError) as error:

@@ -58,7 +58,7 @@ from thundersync_jax.trajectory_log import read_step
 from thundersync_jax.workdir import WorkDirectory
 
 GROUPS, GROUP_SIZE, NUM_TURNS, TURN_TOKENS = 4, 8, 3, 8
-BUCKET = 768
+BUCKET = 1024
 NUM_PAIRED = 5
 
 

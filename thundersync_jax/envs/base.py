@@ -36,6 +36,10 @@ class Observation:
     text: str
     is_done: bool = False
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.text, str):
+            raise TypeError(f"the text of an Observation must be a str, got {self.text!r}")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Attempt:

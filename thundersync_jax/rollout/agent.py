@@ -18,7 +18,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 
-from thundersync_jax.config_sections import RolloutSection, SamplingSection
+from thundersync_jax.config_sampling import SamplingSection
+from thundersync_jax.config_sections import RolloutSection
 from thundersync_jax.envs.base import Action, Environment, Observation
 from thundersync_jax.rollout.chat import Tokenizer
 from thundersync_jax.rollout.phases import AttemptError, contained, run_phase

@@ -6,14 +6,18 @@ Invariants:
   * A phase that ignores its cancellation is left behind after `CANCEL_GRACE_S`; the attempt goes on
     without it.
 
-Code that blocks its thread cannot be stopped from inside the process: environments run their tools
-in sandboxes.
+  * A deadline is extended by what the event loop was late: what one environment's code blocks, the
+    others are not charged for.
+
+Code that blocks its thread cannot be stopped from inside the process, and holds everything up until
+it returns: environments run their tools in sandboxes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
@@ -36,7 +40,7 @@ def contained(phase: str, key: TrajectoryKey) -> Iterator[None]:
     except (asyncio.CancelledError, GeneratorExit):
         raise  # a left-behind phase that is closed at exit gets GeneratorExit; see `run_phase`
     except BaseException as error:  # SystemExit and its like included: it is a user's code
-        raise AttemptError(f"{phase} of {key} raised {type(error).__name__}: {error}") from error
+        raise AttemptError(f"{phase} of {key} raised {_describe(error)}") from error
 
 
 async def run_phase(
@@ -54,7 +58,10 @@ async def run_phase(
 
     task = asyncio.create_task(outermost(), name=f"{phase} of {key}")
     try:
+        due_s = time.monotonic() + timeout_s
         await asyncio.wait({task}, timeout=timeout_s)
+        if not task.done():
+            await asyncio.wait({task}, timeout=max(0.0, time.monotonic() - due_s))
         if not task.done():
             raise AttemptError(f"{phase} of {key} took more than {timeout_s:g} s")
         if task.cancelled():
@@ -81,6 +88,15 @@ async def to_completion(work: Coroutine[Any, Any, None]) -> None:
     task.result()
     if is_cancelled:
         raise asyncio.CancelledError
+
+
+def _describe(error: BaseException) -> str:
+    """Type and message; the message is a user's code too."""
+    name = type(error).__name__
+    try:
+        return f"{name}: {error}"
+    except Exception as fault:
+        return f"{name}, whose message raised {type(fault).__name__}"
 
 
 def _discard(task: asyncio.Task[Any]) -> None:

@@ -19,7 +19,8 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
-from thundersync_jax.config_sections import RolloutSection, SamplingSection
+from thundersync_jax.config_sampling import SamplingSection
+from thundersync_jax.config_sections import RolloutSection
 from thundersync_jax.envs.base import Attempt, Environment, EnvironmentSuite
 from thundersync_jax.rollout.agent import Agent, derive_seed
 from thundersync_jax.rollout.chat import Tokenizer

@@ -15,7 +15,7 @@ import collections
 import contextlib
 import queue
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Generic, TypeVar
 
 from thundersync_jax.transport.client import ServingError
@@ -123,3 +123,26 @@ def _settle(answers: Iterable[tuple[asyncio.Future[Result], Result | ServingErro
             future.set_exception(answer)
         else:
             future.set_result(answer)
+
+
+async def answer_of(
+    future: asyncio.Future[Result],
+    *,
+    timeout_s: float,
+    release: Callable[[], Awaitable[None]],
+    over_time: Callable[[], str],
+) -> Result:
+    """The answer; without one in time, or when cancelled, `release` comes first.
+
+    Raises ServingError at the deadline: what `over_time` says did not happen "within" that time.
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await future
+    except asyncio.CancelledError:
+        await release()
+        raise
+    except TimeoutError:
+        reason = f"{over_time()} within {timeout_s} s (serving.request_timeout_s)"
+        await release()
+        raise ServingError(reason) from None

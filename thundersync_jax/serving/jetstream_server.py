@@ -28,7 +28,7 @@ import numpy as np
 
 from thundersync_jax.serving.engine import PolicyEngine, PrefillInput
 from thundersync_jax.serving.jetstream_compat import make_server, orchestrator, tokenizer_api
-from thundersync_jax.serving.request_check import check_request
+from thundersync_jax.serving.request_check import check_request, check_version
 from thundersync_jax.serving.wire import COLUMNS_PER_TOKEN, decode_request
 from thundersync_jax.transport.client import ServingError
 from thundersync_jax.transport.messages import SampleRequest
@@ -193,6 +193,7 @@ class PolicyDriver(orchestrator.Driver):
             row_length=self._engine.row_length,
             vocab_size=self._engine.config.vocab_size,
         )
+        check_version(asked, self._engine.weights.current().version)
         request.return_channel = turn = _Turn(request, asked, self._end)
         request.max_tokens = _NO_LIMIT
         with self._lock:

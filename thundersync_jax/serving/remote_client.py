@@ -39,11 +39,13 @@ class RemotePolicyClient:
     """Samples turns at `address`. Implements `transport.client.PolicyClient`.
 
     Args:
-      timeout_s: of every call, connection included.
+      timeout_s: of every call, connection included; above 0.
       max_context: the server's model.max_context, by which a full row is told from a spent budget.
     """
 
     def __init__(self, address: str, *, timeout_s: float, max_context: int) -> None:
+        if not timeout_s > 0:
+            raise ServingError(f"timeout_s = {timeout_s}: expected seconds above 0")
         self._address = address
         self._timeout_s = timeout_s
         self._max_context = max_context
@@ -56,11 +58,12 @@ class RemotePolicyClient:
         self._stub = jetstream_pb2_grpc.OrchestratorStub(self._channel)
 
     async def close(self) -> None:
-        """Ends turns in flight and closes the channel."""
+        """Ends turns in flight and closes the channel; a second time it does nothing."""
         channel, self._channel = self._channel, None
         for session in tuple(self._calls):
             await self.release(session)
-        await channel.close()
+        if channel is not None:
+            await channel.close()
 
     async def sample(self, request: SampleRequest) -> SampleResult:
         """Samples one turn; its cancellation frees the slot. Raises ServingError."""
@@ -130,6 +133,11 @@ class RemotePolicyClient:
         match error.code():
             case grpc.StatusCode.INVALID_ARGUMENT:
                 return f"refused by {self._address}: {cause}"  # names the session
+            case grpc.StatusCode.CANCELLED | grpc.StatusCode.RESOURCE_EXHAUSTED:
+                return (
+                    f"{session}: the server at {self._address} did not take the turn ({cause}): "
+                    "too many are open, try again with fewer at a time"
+                )
             case grpc.StatusCode.UNAVAILABLE:
                 return f"{session}: the server at {self._address} is gone: {cause}"
             case grpc.StatusCode.DEADLINE_EXCEEDED:

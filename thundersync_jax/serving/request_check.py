@@ -5,13 +5,14 @@ Called before a request changes anything.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import Any
 
+from thundersync_jax.config_sampling import sampling_bounds
 from thundersync_jax.serving.decode_state import MAX_STOP_IDS
 from thundersync_jax.trajectory import TrajectoryKey
 from thundersync_jax.transport.client import ServingError
-from thundersync_jax.transport.messages import SampleRequest, SamplingParams
+from thundersync_jax.transport.messages import SampleRequest, SamplingParams, ScoreRequest
 
 _INT32_MAX = 2**31 - 1
 
@@ -32,6 +33,50 @@ def check_request(
     check_context(
         request.session, request.context_ids, known, row_length=row_length, vocab_size=vocab_size
     )
+
+
+def check_types(request: SampleRequest | ScoreRequest) -> None:
+    """Raises ServingError for a value of another type than declared.
+
+    It would fail in the middle of a batch, and every session of the batch with it, so it is checked
+    where the caller is.
+    """
+    if not isinstance(request.session, TrajectoryKey):
+        raise ServingError(f"session = {request.session!r}, expected a TrajectoryKey")
+    integers: dict[str, Any] = {"context_ids": request.context_ids}
+    if isinstance(request, ScoreRequest):
+        integers |= {"first": (request.first,)}
+    else:
+        sampling, version = request.sampling, request.policy_version
+        numbers = ("max_tokens", "top_k", "seed")
+        integers |= {"stop_ids": sampling.stop_ids, "policy_version": (version or 0,)}
+        integers |= {name: (getattr(sampling, name),) for name in numbers}
+        _check_each(request.session, (int, float), temperature=(sampling.temperature,))
+        _check_each(request.session, (int, float), top_p=(sampling.top_p,))
+        _check_each(request.session, (str,), stop_strings=sampling.stop_strings)
+    _check_each(request.session, (int,), **integers)
+    if not isinstance(request.context_ids, tuple):
+        raise ServingError(f"{request.session}: context_ids are no tuple: make them one")
+
+
+def _check_each(session: TrajectoryKey, kinds: tuple[type, ...], **fields: Any) -> None:
+    for name, values in fields.items():
+        expected = " or ".join(kind.__name__ for kind in kinds)
+        if isinstance(values, str) or not isinstance(values, Collection):
+            raise ServingError(f"{session}: {name} = {values!r}, expected a tuple of {expected}")
+        wrong = set(map(type, values)) - set(kinds)
+        if wrong:
+            first = next(value for value in values if type(value) in wrong)
+            raise ServingError(f"{session}: {name} has {first!r}, expected {expected}")
+
+
+def check_version(request: SampleRequest, version: int) -> None:
+    """Raises ServingError for a turn that asks for other weights than those of `version`."""
+    if request.policy_version not in (None, version):
+        raise ServingError(
+            f"{request.session} asks for version {request.policy_version}, and the weights are of "
+            f"version {version}: release the session and begin it again"
+        )
 
 
 def check_context(
@@ -69,20 +114,22 @@ def _first_difference(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def _check_sampling(session: TrajectoryKey, sampling: SamplingParams, has_text: bool) -> None:
+    bounds = sampling_bounds(sampling.temperature, sampling.top_k, sampling.top_p)
+    for name, (is_valid, expected) in bounds.items():
+        if not is_valid:
+            raise ServingError(
+                f"{session}: {name} = {getattr(sampling, name)!r}, expected {expected}"
+            )
     is_possible = (
         1 <= sampling.max_tokens <= _INT32_MAX
-        and 0 <= sampling.temperature < math.inf
-        and 0 <= sampling.top_k <= _INT32_MAX
-        and 0 < sampling.top_p <= 1
         and len(sampling.stop_ids) <= MAX_STOP_IDS
         and all(0 <= stop_id <= _INT32_MAX for stop_id in sampling.stop_ids)
         and all(sampling.stop_strings)
     )
     if not is_possible:
         raise ServingError(
-            f"{session}: {sampling} cannot be served: expected max_tokens >= 1, a finite "
-            f"temperature >= 0, top_k >= 0, 0 < top_p <= 1, at most {MAX_STOP_IDS} stop_ids >= 0, "
-            "int32 all of them, and no empty stop string"
+            f"{session}: {sampling} cannot be served: expected max_tokens >= 1, at most "
+            f"{MAX_STOP_IDS} stop_ids >= 0, int32 all of them, and no empty stop string"
         )
     if sampling.stop_strings and not has_text:
         raise ServingError(

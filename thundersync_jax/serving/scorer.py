@@ -36,8 +36,9 @@ from thundersync_jax.losses.logprobs import token_logprobs
 from thundersync_jax.model import transformer
 from thundersync_jax.model.kv_cache import KVCache, init_cache
 from thundersync_jax.model.presets import TransformerConfig
-from thundersync_jax.serving.command_thread import CommandThread, settle
+from thundersync_jax.serving.command_thread import CommandThread, answer_of, settle
 from thundersync_jax.serving.placement import lower_on, place_cache, replicate, serving_mesh
+from thundersync_jax.serving.request_check import check_types
 from thundersync_jax.serving.score_table import ScorePiece, ScoreTable, Scoring
 from thundersync_jax.serving.weights import WeightStore
 from thundersync_jax.trajectory import TrajectoryKey
@@ -199,22 +200,16 @@ class Scorer:
 
     async def score(self, request: ScoreRequest) -> ScoreResult:
         """Scores context_ids[first:]. Cancellation or the deadline closes the session."""
-        timeout_s = self._section.request_timeout_s
+        check_types(request)
         scoring = Scoring(request=request)
         future: _Future = asyncio.get_running_loop().create_future()
         self._thread.send(_Submit(scoring=scoring, future=future))
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await future
-        except asyncio.CancelledError:
-            await self.release(request.session)
-            raise
-        except TimeoutError:
-            await self.release(request.session)
-            raise ServingError(
-                f"{request.session}: not scored within {timeout_s} s "
-                f"(serving.request_timeout_s); it was {scoring.state.value}"
-            ) from None
+        return await answer_of(
+            future,
+            timeout_s=self._section.request_timeout_s,
+            release=lambda: self.release(request.session),
+            over_time=lambda: f"{request.session}: it was {scoring.state.value} and not scored",
+        )
 
     async def release(self, session: TrajectoryKey) -> None:
         """Frees the session's row; a request in flight gets a ServingError."""

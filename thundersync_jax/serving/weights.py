@@ -57,7 +57,9 @@ class WeightStore:
 
         Args:
           params: as the learner's replicas hold them, or the masters, which are cast first.
+          version: not below the present one.
         """
+        self._check_version(version)
         self._check(params)
         self._current = None  # frees the previous version before the copy is made
         on_device = jax.device_put(params, shardings(self._weights))
@@ -73,6 +75,14 @@ class WeightStore:
                 "no weights: publish(params, version) comes before the first request"
             )
         return self._current
+
+    def _check_version(self, version: int) -> None:
+        least = 0 if self._current is None else self._current.version
+        if type(version) is not int or version < least:
+            raise ServingError(
+                f"weights of version {version!r} were published, expected an int of at least "
+                f"{least}: versions only grow"
+            )
 
     def _check(self, params: transformer.Params) -> None:
         want_tree: Any = jax.tree.structure(self._weights)

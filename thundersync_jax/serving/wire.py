@@ -29,18 +29,20 @@ def encode_request(request: SampleRequest) -> Any:
     """The DecodeRequest of a turn; ServingError where a number has no place in it."""
     sampling = dataclasses.asdict(request.sampling)
     max_tokens = sampling.pop("max_tokens")
-    header = {
-        "session": dataclasses.astuple(request.session),
-        "sampling": sampling | {"stop_ids": sorted(request.sampling.stop_ids)},
-    }
     try:
+        header = {
+            "session": dataclasses.astuple(request.session),
+            "sampling": sampling | {"stop_ids": sorted(request.sampling.stop_ids)},
+            "policy_version": request.policy_version,
+        }
         content = jetstream_pb2.DecodeRequest.TokenContent(token_ids=request.context_ids)
         return jetstream_pb2.DecodeRequest(
             session_cache=json.dumps(header), max_tokens=max_tokens, token_content=content
         )
     except (ValueError, TypeError) as error:
         raise ServingError(
-            f"{request.session}: context_ids and max_tokens = {max_tokens} must be int32 ({error})"
+            f"{request.session}: context_ids and max_tokens = {max_tokens} must be int32, stop_ids "
+            f"integers ({error})"
         ) from error
 
 
@@ -56,14 +58,19 @@ def decode_request(header: str, max_tokens: int, token_ids: Sequence[int]) -> Sa
             _exactly(int, sampling[name])
         for name in ("temperature", "top_p"):
             sampling[name] = float(sampling[name])
+        version = values["policy_version"]
         return SampleRequest(
             session=TrajectoryKey(step=step, group=group, index=index),
             context_ids=tuple(token_ids),
+            policy_version=None if version is None else _exactly(int, version),
             sampling=SamplingParams(
                 **sampling, stop_ids=stop_ids, stop_strings=stop_strings, max_tokens=max_tokens
             ),
         )
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (
+        *(ValueError, TypeError, KeyError, AttributeError),
+        *(OverflowError, RecursionError),  # a huge number, a deep nesting
+    ) as error:
         raise ServingError(
             f"session_cache = {header[:200]!r} is not the header of a turn "
             f"({type(error).__name__}: {error}); serving/wire.py makes it"

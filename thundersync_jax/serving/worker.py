@@ -24,8 +24,9 @@ from collections.abc import Iterable
 
 from thundersync_jax.model.transformer import Params
 from thundersync_jax.serving.batch import DecodeBatch
-from thundersync_jax.serving.command_thread import CommandThread, settle
+from thundersync_jax.serving.command_thread import CommandThread, answer_of, settle
 from thundersync_jax.serving.engine import PolicyEngine
+from thundersync_jax.serving.request_check import check_types, check_version
 from thundersync_jax.serving.sessions import Decode, Turn, TurnState
 from thundersync_jax.serving.slots import Finished, SlotTable
 from thundersync_jax.trajectory import TrajectoryKey
@@ -140,20 +141,15 @@ class ServingWorker:
 
     async def sample(self, request: SampleRequest) -> SampleResult:
         """Samples one turn. Its cancellation or deadline closes the session and frees its slot."""
+        check_types(request)
         turn, future = Turn(request=request), asyncio.get_running_loop().create_future()
         self._thread.send(_Submit(turn=turn, future=future))
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                return await future
-        except asyncio.CancelledError:
-            await self.release(request.session)
-            raise
-        except TimeoutError:
-            await self.release(request.session)
-            raise ServingError(
-                f"{request.session}: no turn within {self._timeout_s} s "
-                f"(serving.request_timeout_s); it was {turn.state.value}"
-            ) from None
+        return await answer_of(
+            future,
+            timeout_s=self._timeout_s,
+            release=lambda: self.release(request.session),
+            over_time=lambda: f"{request.session}: it was {turn.state.value} and had no turn",
+        )
 
     async def release(self, session: TrajectoryKey) -> None:
         """Frees the session's row; a turn in flight gets a ServingError."""
@@ -214,12 +210,7 @@ class ServingWorker:
     def _admit(self, turn: Turn) -> None:
         request = turn.request
         try:
-            version = self._engine.weights.current().version
-            if request.policy_version not in (None, version):
-                raise ServingError(
-                    f"{request.session} asks for version {request.policy_version}, and the weights "
-                    f"are of version {version}: release the session and begin it again"
-                )
+            check_version(request, self._engine.weights.current().version)
             self._table.submit(turn, time.monotonic())
         except ServingError as error:
             self._settle(turn, error)
