@@ -202,6 +202,7 @@ class UpdateReport:
         that ran; NaN without any.
       paths: final path of every trajectory that has a reward; num_held counts those that waited for
         a buffer.
+      num_promotions: leaves of exact sums that met a gradient beyond their grid.
     """
 
     policy_version: int
@@ -218,3 +219,4 @@ class UpdateReport:
     learning_rate: float
     paths: Mapping[str, int]
     num_held: int
+    num_promotions: int = 0
