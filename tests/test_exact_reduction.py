@@ -12,14 +12,17 @@ import learner_cases as lc
 import numpy as np
 import pytest
 
+from thundersync_jax.benchmarks.exactness import OBJECTIVES
 from thundersync_jax.config_sections import LearnerSection
 from thundersync_jax.errors import ConfigError
 from thundersync_jax.learner.checkpoint import Checkpointer, RunPosition
 from thundersync_jax.learner.exact_sum import LIMB_BITS, MAX_ADDENDS
 from thundersync_jax.learner.groups import LearnerError
 from thundersync_jax.learner.learner import Learner
+from thundersync_jax.learner.reduction import REDUCTIONS
 from thundersync_jax.learner.statistics import NonFiniteGradientError
 from thundersync_jax.learner.train_state import TrainState
+from thundersync_jax.losses.objectives import grpo, reinforce_pp
 from thundersync_jax.transport.messages import UpdateReport
 
 MODEL = lc.tiny()
@@ -108,6 +111,51 @@ def test_weights_have_the_same_bits_for_every_order_path_mix_pool_and_mode(pool_
             promotions.append(report.num_promotions)
         assert (bits(learner), promotions) == want()
     assert paths == {"direct", "stream", "ahead"}
+
+
+def mean_cases() -> list[lc.Case]:
+    """One group's rewards are all exactly the mean of the step's."""
+    rewards = ((0.0, 1.0, 1.0, 0.0), (0.5,) * 4)
+    return [dataclasses.replace(c, rewards=r) for c, r in zip(batch(1), rewards, strict=False)]
+
+
+def feed_at_once(learner: Learner, cases: list[lc.Case]) -> None:
+    """Every content, those of failed attempts too, and then every verdict."""
+    groups = [
+        learner.open_group(f"task-{n}", c.prompt, len(c.rewards)) for n, c in enumerate(cases)
+    ]
+    for group, case in zip(groups, cases, strict=True):
+        for index, tokens in enumerate(case.trajectories):
+            learner.add_trajectory(group, index, tokens)
+    for group, case in zip(groups, cases, strict=True):
+        for index, reward in enumerate(case.rewards):
+            if reward is None:
+                learner.set_failed(group, index, "sandbox died")
+            else:
+                learner.set_reward(group, index, reward)
+
+
+@pytest.mark.parametrize("name", ["grpo_kl_entropy", "dapo", "reinforce_pp"])
+def test_every_kind_of_objective_has_the_same_bits_for_every_order(name: str):
+    """What streams by trajectory, group and batch; each with terms that count failed attempts."""
+    objective, options = OBJECTIVES[name]
+    kind = {"objective": objective, "objective_options": options}
+    learner = lc.make_learner(MODEL, **SHARING, pool_size=1, reduction="exact", **kind)
+    start, found = copied(learner.state), []
+    for order in (None, 0, 1):
+        learner.load(copied(start))
+        for step, cases in enumerate((batch(0), mean_cases())):
+            if order is None:
+                feed_at_once(learner, cases)
+            else:
+                lc.run_events(learner, cases, np.random.default_rng((order, step)))
+            if order == 0:
+                wanted = lc.reference(MODEL, learner.params, cases, LearnerSection(**kind))
+                assert lc.rel_l2(learner.gradient(), wanted) <= 1e-5
+            assert not learner.update().is_empty
+        found.append(bits(learner))
+    assert found[0] == found[1] == found[2]
+    assert {"terms1", "terms1_adjoint"} <= learner.state.sums.grids.keys()
 
 
 def test_a_restart_in_the_middle_leaves_no_trace(tmp_path: Path):
@@ -203,5 +251,14 @@ def test_what_exact_sums_cannot_do_is_refused():
         LearnerSection(reduction="exakt")
     with pytest.raises(LearnerError, match=r"group_size 5000 a pair.* holds at most 4095"):
         fresh().open_group("t", (1,), MAX_ADDENDS + 905)
+    check = REDUCTIONS["exact"].check_group
+    check("task 't'", [8] * 500, grpo())
+    with pytest.raises(LearnerError, match=r"the batch sum of this step has 4096 addends"):
+        check("task 't'", [2] * 2048, grpo())
+    with pytest.raises(LearnerError, match=r"a sum of terms of this step has 4500 addends"):
+        check("task 't'", [8] * 500, grpo(entropy_coefficient=0.1))
+    with pytest.raises(LearnerError, match=r"a pair of this step has 4800 addends"):
+        check("task 't'", [8] * 600, reinforce_pp())
+    REDUCTIONS["ordered"].check_group("task 't'", [8] * 600, reinforce_pp())
     with jax.enable_x64(True), pytest.raises(ConfigError, match=r"float64.*'ordered'"):
         lc.make_learner(lc.tiny("float64"), reduction="exact", pool_size=1)

@@ -62,8 +62,8 @@ class Model:
                     for replica, group in enumerate(replicas):
                         if group is not None:
                             assert (replica in group.loaded) == is_backward
-                            is_accumulated = group.is_accumulated and not group.cohort.pairs
-                            assert not is_backward or is_accumulated
+                            is_final = group.is_complete and group.is_accumulated
+                            assert not is_backward or is_final
             self.schedule.mark_done(work)
         return max_calls
 

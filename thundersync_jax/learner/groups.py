@@ -8,8 +8,7 @@ Invariants:
   * A member moves EXPECTED -> CONTENT -> READY -> DONE, or to FAILED from either of the first two;
     nothing else. `_TRANSITIONS` is the only table, and a second terminal event is refused by name.
   * A group closes once all members of its cohort are terminal and everything that has a gradient
-    has been folded: first the cohort's pairs, then its prompt, each on every replica that holds
-    one.
+    has been folded: the cohort's pairs and its own prompt, each on every replica that holds one.
   * Reward-free terms are owed from the content on, whatever the verdict, and paid when the member
     runs.
   * No terminal event depends on anything here: this module never waits.
