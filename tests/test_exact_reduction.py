@@ -119,22 +119,6 @@ def mean_cases() -> list[lc.Case]:
     return [dataclasses.replace(c, rewards=r) for c, r in zip(batch(1), rewards, strict=False)]
 
 
-def feed_at_once(learner: Learner, cases: list[lc.Case]) -> None:
-    """Every content, those of failed attempts too, and then every verdict."""
-    groups = [
-        learner.open_group(f"task-{n}", c.prompt, len(c.rewards)) for n, c in enumerate(cases)
-    ]
-    for group, case in zip(groups, cases, strict=True):
-        for index, tokens in enumerate(case.trajectories):
-            learner.add_trajectory(group, index, tokens)
-    for group, case in zip(groups, cases, strict=True):
-        for index, reward in enumerate(case.rewards):
-            if reward is None:
-                learner.set_failed(group, index, "sandbox died")
-            else:
-                learner.set_reward(group, index, reward)
-
-
 @pytest.mark.parametrize("name", ["grpo_kl_entropy", "dapo", "reinforce_pp"])
 def test_every_kind_of_objective_has_the_same_bits_for_every_order(name: str):
     """What streams by trajectory, group and batch; each with terms that count failed attempts."""
@@ -144,11 +128,8 @@ def test_every_kind_of_objective_has_the_same_bits_for_every_order(name: str):
     start, found = copied(learner.state), []
     for order in (None, 0, 1):
         learner.load(copied(start))
-        for step, cases in enumerate((batch(0), mean_cases())):
-            if order is None:
-                feed_at_once(learner, cases)
-            else:
-                lc.run_events(learner, cases, np.random.default_rng((order, step)))
+        for cases in (batch(0), mean_cases()):
+            feed(learner, cases, order)
             if order == 0:
                 wanted = lc.reference(MODEL, learner.params, cases, LearnerSection(**kind))
                 assert lc.rel_l2(learner.gradient(), wanted) <= 1e-5

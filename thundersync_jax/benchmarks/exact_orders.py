@@ -80,14 +80,16 @@ class Bits:
         return statistics.median(self.distances)
 
 
-def bits_on(shape: tuple[int, int, int], num_orders: int = NUM_ORDERS) -> Bits:
+def bits_on(
+    shape: tuple[int, int, int], config: LearnerSection = CONFIG, num_orders: int = NUM_ORDERS
+) -> Bits:
     """All orders on a mesh of simulated devices (data, fsdp, tensor)."""
     num_devices = int(np.prod(shape))
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(
         1, mp_context=context, initializer=_simulate, initargs=(num_devices,)
     ) as executor:
-        return executor.submit(_run, shape, num_orders).result()
+        return executor.submit(_run, shape, config, num_orders).result()
 
 
 def _simulate(num_devices: int) -> None:
@@ -117,13 +119,13 @@ def _batch(step: int) -> list[Case]:
     ]
 
 
-def _run(shape: tuple[int, int, int], num_orders: int) -> Bits:
+def _run(shape: tuple[int, int, int], config: LearnerSection, num_orders: int) -> Bits:
     data, fsdp, tensor = shape
     mesh, model = make_mesh(MeshShape(data=data, fsdp=fsdp, tensor=tensor)), _model()
     with temporary_cache():
         learners = [
             Learner(
-                dataclasses.replace(CONFIG, pool_size=pool_size),
+                dataclasses.replace(config, pool_size=pool_size),
                 OptimizerSection(learning_rate=1e-2),
                 model,
                 init_on_mesh(model, 0, mesh),
@@ -137,11 +139,13 @@ def _run(shape: tuple[int, int, int], num_orders: int) -> Bits:
         )
         for order in range(num_orders):
             turns = itertools.cycle(learners[order % len(learners) :] + learners)
-            found = _add_order(found, start, order, turns)
+            found = _add_order(found, start, config, order, turns)
         return found
 
 
-def _add_order(found: Bits, start: TrainState, order: int, learners: Any) -> Bits:
+def _add_order(
+    found: Bits, start: TrainState, config: LearnerSection, order: int, learners: Any
+) -> Bits:
     """Runs one order; `learners` gives the next learner to go on in."""
     is_barrier = order % BARRIER_EVERY == 0
     learner: Learner = next(learners)
@@ -154,7 +158,7 @@ def _add_order(found: Bits, start: TrainState, order: int, learners: Any) -> Bit
             enqueue(learner, cases)
         else:
             run_events(learner, cases, np.random.default_rng((order, step)))
-        wanted = reference(_model(), whole, cases, CONFIG)
+        wanted = reference(_model(), whole, cases, config)
         distances.append(rel_l2(learner.gradient(), wanted))
         report = learner.update()
         promotions += report.num_promotions

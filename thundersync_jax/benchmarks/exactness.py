@@ -70,6 +70,9 @@ OBJECTIVES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 }
 ORDERS_PER_POOL = 8
 EXACT_MESHES = ((1, 1, 1), (2, 2, 2))
+# One that streams by trajectory, group and batch, each with terms; on the last mesh.
+EXACT_OBJECTIVES = ("grpo_kl_entropy", "dapo", "reinforce_pp")
+EXACT_ORDERS_PER_OBJECTIVE = 6
 NUM_PAIRED = 9
 
 
@@ -100,6 +103,7 @@ def run() -> Report:
             "orders_per_objective": ORDERS_PER_OBJECTIVE,
             "exact_pool_sizes": exact_orders.POOL_SIZES,
             "exact_meshes": EXACT_MESHES,
+            "exact_orders_per_objective": EXACT_ORDERS_PER_OBJECTIVE,
             "exact_num_paired": NUM_PAIRED,
         },
         results={
@@ -107,6 +111,7 @@ def run() -> Report:
             "num_orders": len(POOL_SIZES) * ORDERS_PER_POOL,
             "objectives": objectives,
             **_exact_bits(),
+            "exact_objectives": {name: _exact_objective(name) for name in EXACT_OBJECTIVES},
             **_exact_cost(),
         },
     )
@@ -147,6 +152,16 @@ def _exact_bits() -> dict[str, Any]:
         "exact_rel_l2_worst": max(distances),
         "exact_rel_l2_median": statistics.median(distances),
     }
+
+
+def _exact_objective(name: str) -> dict[str, Any]:
+    print(f"exact, {name}: {EXACT_ORDERS_PER_OBJECTIVE} orders", file=sys.stderr)
+    objective, options = OBJECTIVES[name]
+    config = dataclasses.replace(
+        exact_orders.CONFIG, objective=objective, objective_options=options
+    )
+    bits = exact_orders.bits_on(EXACT_MESHES[-1], config, EXACT_ORDERS_PER_OBJECTIVE)
+    return {"num_hashes": bits.num_hashes, "rel_l2_worst": max(bits.distances)}
 
 
 def _exact_cost() -> dict[str, Any]:
