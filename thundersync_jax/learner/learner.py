@@ -239,7 +239,8 @@ class Learner:
         counts = self._denominators()
 
         def descent(*sums: np.ndarray) -> np.ndarray:
-            return -sum(g / count for g, count in zip(sums, counts, strict=True))
+            parts = [g / count for g, count in zip(sums, counts, strict=True)]
+            return -np.sum(parts, axis=0)
 
         return jax.tree.map(descent, *self._buffers.totals())
 
