@@ -205,7 +205,7 @@ class Accumulators:
         at = 2 * reached.index(work.index)
         pair = pairs[at : at + 2]
         for name, acc in zip(PAIR, pair, strict=True):
-            self._grids.note(name, acc.grid, coefficients.any(axis=1))
+            self._grids.note(name, acc.grid, np.any(coefficients, axis=1))
         self.batch, *closed = self._programs.close(self.batch, pair, coefficients, is_used)
         self._pairs.put(reached, (*pairs[:at], *closed, *pairs[at + 2 :]))
         jax.block_until_ready(self.batch)
@@ -228,11 +228,11 @@ class Accumulators:
         for replica, group in enumerate(work.replicas):
             if group is not None:
                 coefficients[replica] = group.cohort.closing.coefficients
+        has_score = np.any(coefficients, axis=1)
+        has_terms = np.array([group is not None for group in work.replicas])
         rows = np.arange(len(coefficients)), prompts.slot
         for name, acc in zip(self._adjoint_names, self._slots.adjoints, strict=True):
-            is_score = name in ADJOINTS  # terms count where the score does not, too
-            is_counted = coefficients.any(axis=1) if is_score else prompts.length > 0
-            self._grids.note(name, acc.grid, is_counted, rows)
+            self._grids.note(name, acc.grid, has_score if name in ADJOINTS else has_terms, rows)
         self.sums = self._programs.prompt_backward(
             params, self.sums, self._slots, coefficients, prompts
         )
