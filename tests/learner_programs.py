@@ -1,6 +1,7 @@
-"""The learner's programs compiled for a mesh, run by tests in a process of their own.
+r"""The learner's programs compiled for a mesh, run by tests in a process of their own.
 
-    python tests/learner_programs.py PRESET BUCKET PREFIX DATA FSDP TENSOR [TOPOLOGY [NAME ..]]
+    python tests/learner_programs.py PRESET REDUCTION BUCKET PREFIX DATA FSDP TENSOR \
+        [TOPOLOGY [NAME ..]]
 
 Prints JSON: program -> report, with the bytes that must be updated in place and those that lie on
 the device while it runs, its temporaries included. Without a topology the devices are those of the
@@ -56,10 +57,10 @@ def donated_bytes(place: Placement, bucket: int, prefix: int) -> dict[Name, int]
         (slots.adjoint1, slots.adjoint2)
     )
     return {
-        Fold(prefix, bucket): summed + NUM_HELD * accumulator,
+        Fold(prefix, bucket): summed + NUM_HELD * device_bytes(place.held),
         PromptForward(prefix): device_bytes(slots),
         PromptBackward(prefix): accumulator,
-        Whole.BIND: summed + accumulator,
+        Whole.BIND: summed + device_bytes(place.held),
         Whole.CLOSE: 3 * accumulator,
         Whole.UPDATE: device_bytes((place.master, place.opt_state)) + accumulator,
         Whole.GATHER: 0,
@@ -69,7 +70,8 @@ def donated_bytes(place: Placement, bucket: int, prefix: int) -> dict[Name, int]
 def resident_bytes(place: Placement) -> int:
     """What the learner keeps on a device all the time."""
     master = () if place.is_master_shared else place.master
-    sums = (1 + 2 * num_pairs(place.num_replicas) + NUM_HELD) * device_bytes(place.accumulator)
+    sums = (1 + 2 * num_pairs(place.num_replicas)) * device_bytes(place.accumulator)
+    sums += NUM_HELD * device_bytes(place.held)
     return sums + device_bytes((place.params, master, place.opt_state, place.slots))
 
 
@@ -88,6 +90,7 @@ def title(program: Name) -> str:
 
 def reports(
     name: str,
+    reduction: str,
     bucket: int,
     prefix: int,
     shape: MeshShape,
@@ -101,6 +104,7 @@ def reports(
         num_held=NUM_HELD,
         num_slots=num_pairs(shape.data) + NUM_HELD,
         slot_length=prefix,
+        reduction=reduction,
     )
     programs = Programs(
         ScoreSettings(model=model), make_optimizer(OptimizerSection()), mesh, shapes
@@ -124,10 +128,11 @@ def reports(
 
 
 def main() -> None:
-    name, bucket, prefix, data, fsdp, tensor, *rest = sys.argv[1:]
+    name, reduction, bucket, prefix, data, fsdp, tensor, *rest = sys.argv[1:]
     shape = MeshShape(data=int(data), fsdp=int(fsdp), tensor=int(tensor))
     devices = topology.topology_devices(rest[0]) if rest else jax.devices()
-    print(json.dumps(reports(name, int(bucket), int(prefix), shape, devices, rest[1:])))
+    found = reports(name, reduction, int(bucket), int(prefix), shape, devices, rest[1:])
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

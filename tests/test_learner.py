@@ -229,7 +229,7 @@ def test_a_long_run_compiles_nothing_after_warm_up():
     """40 different lengths: the ladder alone decides the programs (LESSONS 21, 28)."""
     learner = lc.make_learner(MODEL, tokens_per_step=64)
     num_programs = learner.warm_up()
-    assert num_programs == 3 + 5  # folds; bind, close, update, gather, zeros
+    assert num_programs == 3 + 6  # folds; bind, close, update, gather, zeros
     counter = CompileCounter()
     counter.start()
     rng = np.random.default_rng(0)

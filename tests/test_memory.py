@@ -68,7 +68,7 @@ def plan_of(
     )
     return MemoryPlan(
         config=LearnerSection(**{**defaults, **changes}),
-        sizes=Sizes(state_bytes=state, accumulator_bytes=GB, slot_bytes=slot),
+        sizes=Sizes(state_bytes=state, accumulator_bytes=GB, held_bytes=GB, slot_bytes=slot),
         room=room,
         program="program Fold" if program else "",
         program_bytes=program,

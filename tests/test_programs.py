@@ -57,23 +57,25 @@ def check_on_tpu(found: dict[str, Any], model: str) -> None:
         assert report["total_bytes"] < V5E_BYTES, name
 
 
-def test_replicas_do_not_communicate_before_the_update():
+@pytest.mark.parametrize("reduction", ["ordered", "exact"])
+def test_replicas_do_not_communicate_before_the_update(reduction: str):
     flags = "--xla_force_host_platform_device_count=8"
     environment = {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    check(compiled(environment, "tiny", "32", "16", "2", "2", "2"))
+    check(compiled(environment, "tiny", reduction, "32", "16", "2", "2", "2"))
 
 
 @needs_libtpu
 def test_all_programs_compile_for_a_tpu_host():
     """v5e:2x4 as data 2 x fsdp 2 x tensor 2: 2,048 tokens after a shared prompt of 1,024."""
-    check(compiled(topology.environment(), "tiny", "2048", "1024", "2", "2", "2", "v5e:2x4"))
+    arguments = ("2048", "1024", "2", "2", "2", "v5e:2x4")
+    check(compiled(topology.environment(), "tiny", "ordered", *arguments))
 
 
 @needs_libtpu
 def test_a_gradient_on_a_tpu_host_is_scattered_and_holds_no_logits():
     """qwen3_0p6b on v5e:2x4 as data 2 x fsdp 4: 2,048 tokens after a shared prompt of 1,024."""
-    arguments = ("qwen3_0p6b", "2048", "1024", "2", "4", "1", "v5e:2x4", "Fold", "PromptBackward")
-    found = compiled(topology.environment(), *arguments)
+    arguments = ("2048", "1024", "2", "4", "1", "v5e:2x4", "Fold", "PromptBackward")
+    found = compiled(topology.environment(), "qwen3_0p6b", "ordered", *arguments)
     check(found)
     check_on_tpu(found, "qwen3_0p6b")
 
@@ -87,7 +89,7 @@ def test_an_8b_model_fits_a_pod_of_16_gb_chips(bucket: int):
     slots for prompts of 2,048 tokens of 32 groups that stream at a time, a held gradient on every
     replica.
     """
-    arguments = ("qwen3_8b", str(bucket), "2048", "8", "16", "2", "v5e:16x16")
+    arguments = ("qwen3_8b", "ordered", str(bucket), "2048", "8", "16", "2", "v5e:16x16")
     found = compiled(topology.environment(), *arguments)
     check(found)
     check_on_tpu(found, "qwen3_8b")

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from thundersync_jax.benchmarks import schedule as benchmark
 from thundersync_jax.learner.buckets import Example
 from thundersync_jax.learner.groups import Cohort, Group, Member, Path, Stage
+from thundersync_jax.learner.reduction import REDUCTIONS
 from thundersync_jax.learner.schedule import Schedule
 from thundersync_jax.learner.work import BindWork, CloseWork, FoldWork, LaneWork, PromptWork
 from thundersync_jax.losses.objectives import grpo, ppo, reinforce_pp
@@ -28,9 +29,10 @@ OBJECTIVES = (
 class Model:
     """Runs whatever the schedule says on paper, and checks each call against what is allowed."""
 
-    def __init__(self, schedule: Schedule, pairs_per_call: int) -> None:
+    def __init__(self, schedule: Schedule, pairs_per_call: int, *, is_exact: bool) -> None:
         self.schedule = schedule
         self.pairs_per_call = pairs_per_call
+        self.reduction = REDUCTIONS["exact" if is_exact else "ordered"]
         self.folded: collections.Counter[int] = collections.Counter()
         self.paid: collections.Counter[int] = collections.Counter()
         self.held: dict[tuple[int, int], Member] = {}
@@ -60,8 +62,8 @@ class Model:
                     for replica, group in enumerate(replicas):
                         if group is not None:
                             assert (replica in group.loaded) == is_backward
-                            is_accumulated = group.is_accumulated and not group.cohort.pairs
-                            assert not is_backward or is_accumulated
+                            is_final = group.is_complete and group.is_accumulated
+                            assert not is_backward or is_final
             self.schedule.mark_done(work)
         return max_calls
 
@@ -90,8 +92,10 @@ class Model:
                     self.folded[id(member)] += 1
 
     def check_pair(self, replica: int, lane: LaneWork) -> None:
-        """A pair belongs to one cohort at a time on every replica."""
-        assert (lane.path is Path.STREAM) == (lane.pair is not None)
+        """A pair belongs to one cohort at a time on every replica; some groups stay on one."""
+        is_paired = lane.path in self.reduction.paired and lane.members[0].reward is not None
+        assert is_paired == (lane.pair is not None)
+        assert not self.reduction.is_local or replica == lane.group.home
         if lane.pair is not None:
             cohort = lane.group.cohort
             assert self.owners.setdefault((replica, lane.pair), cohort) is cohort
@@ -109,19 +113,23 @@ def test_every_order_of_events_ends_with_every_gradient_counted_once(data: st.Da
     streams by trajectory, group and batch, with reward-free terms and without.
     """
     objective = data.draw(st.sampled_from(OBJECTIVES), "objective")
-    pairs = data.draw(st.integers(0, 2), "pairs")
+    is_exact = data.draw(st.booleans(), "exact")
+    reduction = REDUCTIONS["exact" if is_exact else "ordered"]
+    pairs = data.draw(st.integers(int(is_exact), 2), "pairs")
     pairs_per_call = min(pairs, data.draw(st.integers(1, 2), "pairs per call"))
     schedule = Schedule(
         num_replicas=data.draw(st.sampled_from([1, 2, 4]), "replicas"),
         num_pairs=pairs,
-        num_slots=data.draw(st.integers(0, 2), "slots"),
+        num_slots=data.draw(st.integers(int(is_exact), 2), "slots"),
         num_held=data.draw(st.integers(0, 2), "held"),
         pairs_per_call=pairs_per_call,
         lanes_per_call=CAPACITY.__getitem__,
         objective=objective,
-        pack_buckets=data.draw(st.sampled_from([(), (4,), (4, 8)]), "pack buckets"),
+        pack_buckets=() if is_exact else data.draw(st.sampled_from([(), (4,), (4, 8)]), "packs"),
+        paired=reduction.paired,
+        is_local=reduction.is_local,
     )
-    model = Model(schedule, pairs_per_call)
+    model = Model(schedule, pairs_per_call, is_exact=is_exact)
     groups = []
     for number in range(data.draw(st.integers(1, 4), "groups")):
         group = Group(
@@ -131,7 +139,9 @@ def test_every_order_of_events_ends_with_every_gradient_counted_once(data: st.Da
             members=[Member(index=i) for i in range(data.draw(st.integers(2, 4)))],
             prefix_bucket=data.draw(st.sampled_from([0, 8])),
         )
+        shared = group.prefix_bucket
         schedule.open(group)
+        assert group.prefix_bucket == shared or not is_exact  # content alone decides
         groups.append(group)
     events = [(g, m) for g in groups for m in g.members for _ in range(2)]
     for group, member in data.draw(st.permutations(events)):
@@ -144,8 +154,7 @@ def test_every_order_of_events_ends_with_every_gradient_counted_once(data: st.Da
             member.example = example(length)
             member.owes_terms = bool(member.bucket and objective.term_sums)
         elif member.stage is Stage.CONTENT and data.draw(st.integers(0, 4)) > 0:
-            member.advance(Stage.READY, name)
-            member.reward = float(data.draw(st.integers(0, 2)))
+            group.set_reward(member, float(data.draw(st.integers(0, 2))))
         elif not member.is_terminal:
             member.advance(Stage.FAILED, name)
         model.run(data.draw(st.integers(0, 3)))

@@ -17,6 +17,7 @@ from thundersync_jax.learner import turn_replay
 from thundersync_jax.learner.buckets import LaneItem, Lanes, pad_lanes
 from thundersync_jax.learner.score import ScoreSettings, score
 from thundersync_jax.learner.streaming import zeros_like_params
+from thundersync_jax.learner.sums import OrderedSum
 from thundersync_jax.learner.turn_replay import TrajectoryCaches, empty_caches
 from thundersync_jax.learner.turns import Segment, TurnSequence
 from thundersync_jax.losses.objective import Tokens, lane_sums
@@ -47,8 +48,12 @@ class Replay:
 
     def __init__(self, settings: ScoreSettings, params: Any, *, slot: int = 1) -> None:
         self.settings, self.params, self.slot = settings, params, slot
-        self.batch = zeros_like_params(params)
+        self._sum = OrderedSum(values=zeros_like_params(params))
         self.caches = empty_caches(settings.model, 3, LENGTH)
+
+    @property
+    def batch(self) -> Any:
+        return self._sum.read()
 
     def forward(self, segment: Segment) -> None:
         self.caches = self._program("segment_forward", segment)(
@@ -56,17 +61,17 @@ class Replay:
         )
 
     def score(self, segment: Segment, *, with_ledger: bool) -> None:
-        self.batch, self.caches, _ = self._program("score_segment", segment)(
+        self._sum, self.caches, _ = self._program("score_segment", segment)(
             self.params,
-            self.batch,
+            self._sum,
             self.caches,
             np.full(1, with_ledger, self._dtype),
             self._lanes(segment),
         )
 
     def replay(self, segment: Segment) -> None:
-        self.batch, self.caches, _ = self._program("replay_segment", segment)(
-            self.params, self.batch, self.caches, self._lanes(segment)
+        self._sum, self.caches, _ = self._program("replay_segment", segment)(
+            self.params, self._sum, self.caches, self._lanes(segment)
         )
 
     def stream(self, segments: list[Segment]) -> None:

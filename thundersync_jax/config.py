@@ -63,6 +63,12 @@ class RunConfig:
             f"a last bucket of at least model.max_context = {self.model.max_context} tokens",
             "Add a longer bucket or shorten the context.",
         )
+        check(
+            not self.opd.teacher or self.learner.reduction == "ordered",
+            "learner.reduction",
+            self.learner.reduction,
+            "'ordered' with opd.teacher: a turn's bits depend on whether it was streamed",
+        )
         longest = max(self.opd.prefix_buckets, default=self.model.max_context)
         check(
             longest >= self.model.max_context - 1,

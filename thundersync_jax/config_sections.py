@@ -137,6 +137,8 @@ class LearnerSection:
       objective: what is maximised: a name of `losses/objectives.py`, or "package.module:function"
         that returns an `Objective`.
       objective_options: its keyword arguments.
+      reduction: "ordered" sums in float32; with "exact" the bits of the updated weights do not
+        depend on the order in which trajectories arrive, for twice the memory of every sum.
       max_logprob_gap: a larger |learner - sampler| log-probability stops the run, unless the
         objective weighs the one against the other.
     """
@@ -154,6 +156,7 @@ class LearnerSection:
     min_shared_tokens: int = 32
     objective: str = "grpo"
     objective_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    reduction: str = "ordered"
     max_logprob_gap: float = mutable(0.5)
 
     def __post_init__(self) -> None:
@@ -175,9 +178,23 @@ class LearnerSection:
             check(getattr(self, key) >= 0, f"learner.{key}", getattr(self, key), "0 or more")
         for key in ("pairs_per_call", "min_shared_tokens"):
             check(getattr(self, key) >= 1, f"learner.{key}", getattr(self, key), "at least 1")
+        self._check_reduction()
         expected = "a positive number of nats"
         check(self.max_logprob_gap > 0, "learner.max_logprob_gap", self.max_logprob_gap, expected)
         self._check_lengths()
+
+    def _check_reduction(self) -> None:
+        check_choice("learner.reduction", self.reduction, ("ordered", "exact"))
+        if self.reduction == "exact":
+            expected = (
+                "at least 1 or -1 with learner.reduction = 'exact', where every gradient goes "
+                "through a pair"
+            )
+            check(self.pool_size != 0, "learner.pool_size", self.pool_size, expected)
+            expected = (
+                "0 with learner.reduction = 'exact': packed gradients differ in their last bits"
+            )
+            check(self.pack_tokens == 0, "learner.pack_tokens", self.pack_tokens, expected)
 
     def _check_lengths(self) -> None:
         is_ladder = (

@@ -81,10 +81,10 @@ def enqueue(learner: Learner, cases: list[Case]) -> None:
     for number, case in enumerate(cases):
         group = learner.open_group(f"task-{number}", case.prompt, len(case.rewards))
         for index, (tokens, reward) in enumerate(zip(case.trajectories, case.rewards, strict=True)):
+            learner.add_trajectory(group, index, tokens)
             if reward is None:
                 learner.set_failed(group, index, "sandbox died")
             else:
-                learner.add_trajectory(group, index, tokens)
                 learner.set_reward(group, index, reward)
 
 

@@ -130,8 +130,7 @@ def reward(group: Group, index: int, num_tokens: int) -> None:
     member.advance(Stage.CONTENT, group.name(member))
     member.example = _example(num_tokens)
     member.bucket = bucket_of(num_tokens, BUCKETS)
-    member.advance(Stage.READY, group.name(member))
-    member.reward = float(index)
+    group.set_reward(member, float(index))
 
 
 @functools.cache

@@ -8,17 +8,28 @@ index order.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from thundersync_jax.learner.buckets import Example, LaneItem, pad_lanes, pad_prompts
+from thundersync_jax.learner.grids import (
+    ADJOINTS,
+    PAIR,
+    StepGrids,
+    SumStart,
+    adjoint_names,
+    sum_names,
+)
 from thundersync_jax.learner.groups import Member, Path
 from thundersync_jax.learner.pairs import Pairs
 from thundersync_jax.learner.program_names import Fold
 from thundersync_jax.learner.programs import Programs
 from thundersync_jax.learner.streaming import Binding, Params, PromptSlots
+from thundersync_jax.learner.sums import Sum
+from thundersync_jax.learner.train_state import TrainState
 from thundersync_jax.learner.work import BindWork, CloseWork, FoldWork, LaneWork, PromptWork
 from thundersync_jax.losses.objective import Objective
 
@@ -26,49 +37,101 @@ from thundersync_jax.losses.objective import Objective
 class Accumulators:
     """Device buffers of one step, on every replica.
 
+    Attributes:
+      sums: (batch, *terms), what the update divides, each by its own denominator.
+
     Args:
       pairs: the pool of pairs (G1, G2).
       num_held: gradients that every replica can hold ahead of their verdicts. The last `num_held`
         prompt slots take the prompt's shares of them.
+      start: what the sums begin their first step with.
     """
 
     def __init__(
-        self, programs: Programs, pairs: Pairs, *, num_held: int, objective: Objective
+        self,
+        programs: Programs,
+        pairs: Pairs,
+        *,
+        num_held: int,
+        objective: Objective,
+        start: SumStart,
     ) -> None:
         self._programs = programs
         self._pairs = pairs
         self._num_held = num_held
         self._objective = objective
-        self.clear()
+        self._sum_names = sum_names(objective.num_sums)
+        self._adjoint_names = adjoint_names(objective.num_sums)
+        self.clear(start)
 
-    def clear(self) -> None:
+    def clear(self, start: SumStart) -> None:
         """Begins with zeros again."""
         # Freed before their successors are made.
-        self.batch: Params = None
-        self.terms: tuple[Params, ...] = ()
-        self._held: list[Params] = []
+        self.sums: tuple[Sum, ...] = ()
+        self._held: list[Sum] = []
         self._slots: PromptSlots | None = None
         self._pairs.clear()
-        self._held = [self._programs.accumulator() for _ in range(self._num_held)]
+        self._held = [self._programs.held() for _ in range(self._num_held)]
         self._slots = self._programs.prompt_slots()
-        self.batch = self._programs.accumulator()
-        num_terms = len(self._objective.term_sums)
-        self.terms = tuple(self._programs.accumulator() for _ in range(num_terms))
+        self.sums = tuple(self._programs.accumulator() for _ in self._sum_names)
+        self.begin(start)
+
+    def begin(self, start: SumStart) -> None:
+        """Sets the grids of a step; every sum is zero."""
+        self._grids = StepGrids(start)
+        self.sums = tuple(
+            acc.started(start.grid(name))
+            for name, acc in zip(self._sum_names, self.sums, strict=True)
+        )
+        self._pairs.begin(*(start.grid(name) for name in PAIR))
+        if self._slots is not None:
+            named = zip(self._adjoint_names, self._slots.adjoints, strict=True)
+            self._slots = self._slots.with_adjoints(
+                [acc.started(start.grid(name)) for name, acc in named]
+            )
 
     @property
-    def sums(self) -> tuple[Params, ...]:
-        """What the update divides, each by its own denominator."""
-        return (self.batch, *self.terms)
+    def batch(self) -> Sum:
+        """The sum of the scores, the first of `sums`."""
+        return self.sums[0]
 
-    @sums.setter
-    def sums(self, sums: tuple[Params, ...]) -> None:
-        self.batch, *terms = sums
-        self.terms = tuple(terms)
+    @batch.setter
+    def batch(self, batch: Sum) -> None:
+        self.sums = (batch, *self.sums[1:])
+
+    @property
+    def num_promotions(self) -> int:
+        """Leaves of the step's sums that met an addend beyond their grid."""
+        return self._grids.num_promotions
+
+    def totals(self) -> tuple[Params, ...]:
+        """A copy of what the update divides."""
+        return jax.device_get(tuple(jax.jit(type(acc).total)(acc) for acc in self.sums))
+
+    def update(
+        self, state: TrainState, denominators: Sequence[float], rewards: Sequence[float]
+    ) -> tuple[float, SumStart]:
+        """Steps once along the sums, which are zero then.
+
+        Args:
+          state: its arrays are donated and replaced.
+          denominators: of every sum.
+          rewards: of all trajectories that have one.
+
+        Returns:
+          The gradient's norm, and what the next step begins with.
+        """
+        for name, acc in zip(self._sum_names, self.sums, strict=True):
+            self._grids.note_total(name, acc.grid)
+        state.params, state.opt_state, self.sums, norm = self._programs.update(
+            state.params, state.opt_state, self.sums, denominators
+        )
+        return float(norm), self._grids.next_start(rewards)  # blocks until it is complete
 
     def fold(self, params: Params, work: FoldWork) -> np.ndarray:
         """Runs one accumulate call; returns what it says of its lanes, [R, STATISTICS, K]."""
         reached, pairs = self._pairs.reach(work.pairs)
-        buffers = (*self.sums, *pairs, *self._held)
+        num_sums, buffers = len(self.sums), (*self.sums, *pairs, *self._held)
         lanes = pad_lanes(
             [
                 [self._item(lane, replica) for lane in lanes]
@@ -86,7 +149,7 @@ class Accumulators:
             for at, lane in enumerate(filled):
                 batch, *others = self._coefficients(lane, reached)
                 # Every trajectory runs once, and then its terms are final.
-                coefficients[replica, :, at] = (batch, *[1.0] * len(self.terms), *others)
+                coefficients[replica, :, at] = (batch, *[1.0] * (num_sums - 1), *others)
                 to_prompt[replica, :, at] = self._pair_coefficients(lane)
         used = self._slots if work.prefix_bucket else None
         results, slots, stats = self._programs.fold(
@@ -98,7 +161,6 @@ class Accumulators:
             to_prompt,
             lanes,
         )
-        num_sums = len(self.sums)
         num_others = num_sums + len(pairs)
         self.sums, self._held = results[:num_sums], list(results[num_others:])
         self._pairs.put(reached, results[num_sums:num_others])
@@ -141,9 +203,10 @@ class Accumulators:
         is_used = np.array([cohort is not None for cohort in work.replicas])
         reached, pairs = self._pairs.reach([work.index])
         at = 2 * reached.index(work.index)
-        self.batch, *closed = self._programs.close(
-            self.batch, pairs[at : at + 2], coefficients, is_used
-        )
+        pair = pairs[at : at + 2]
+        for name, acc in zip(PAIR, pair, strict=True):
+            self._grids.note(name, acc.grid, np.any(coefficients, axis=1))
+        self.batch, *closed = self._programs.close(self.batch, pair, coefficients, is_used)
         self._pairs.put(reached, (*pairs[:at], *closed, *pairs[at + 2 :]))
         jax.block_until_ready(self.batch)
 
@@ -165,10 +228,15 @@ class Accumulators:
         for replica, group in enumerate(work.replicas):
             if group is not None:
                 coefficients[replica] = group.cohort.closing.coefficients
+        has_score = np.any(coefficients, axis=1)
+        has_terms = np.array([group is not None for group in work.replicas])
+        rows = np.arange(len(coefficients)), prompts.slot
+        for name, acc in zip(self._adjoint_names, self._slots.adjoints, strict=True):
+            self._grids.note(name, acc.grid, has_score if name in ADJOINTS else has_terms, rows)
         self.sums = self._programs.prompt_backward(
             params, self.sums, self._slots, coefficients, prompts
         )
-        jax.block_until_ready(self.batch)
+        jax.block_until_ready(self.sums)
 
     def _held_slot(self, index: int) -> int:
         """Where the prompt's share of a held gradient lies."""
@@ -179,33 +247,32 @@ class Accumulators:
         """The weights of one gradient in (batch, pairs, held)."""
         weights = np.zeros(1 + 2 * len(reached) + self._num_held)
         match lane.path:
-            case Path.DIRECT if self._has_advantages(lane):
-                weights[0] = 1.0
-            case Path.DIRECT:
-                closing = lane.group.cohort.closing
-                weights[0] = closing.scale * closing.advantages[lane.member]
-            case Path.STREAM:
-                assert lane.pair is not None
-                first = 1 + 2 * reached.index(lane.pair)
-                weights[first : first + 2] = self._pair_coefficients(lane)
             case Path.AHEAD:
                 assert lane.held is not None
                 weights[1 + 2 * len(reached) + lane.held] = 1.0
             case Path.TERMS:
                 pass
+            case _ if lane.pair is not None:
+                first = 1 + 2 * reached.index(lane.pair)
+                weights[first : first + 2] = self._pair_coefficients(lane)
+            case _ if self._has_advantages(lane):
+                weights[0] = 1.0
+            case _:
+                closing = lane.group.cohort.closing
+                weights[0] = closing.scale * closing.advantages[lane.member]
         return weights
 
     def _pair_coefficients(self, lane: LaneWork) -> tuple[float, float]:
         """The weights of one gradient in (G1, G2), or of its prompt's share in its slot's pair."""
         if lane.path is Path.AHEAD:
-            return 1.0, 0.0  # held as it is
+            return 0.0, 1.0  # held as it is
         if lane.path is Path.TERMS:
             return 0.0, 0.0
         cohort = lane.group.cohort
         if self._has_advantages(lane):
             return cohort.closing.unit()
         reward = lane.members[0].reward  # a packed lane that streams has one reward
-        assert reward is not None
+        assert reward is not None and cohort.center is not None
         return reward - cohort.center, 1.0
 
     def _has_advantages(self, lane: LaneWork) -> bool:

@@ -17,6 +17,7 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from thundersync_jax.errors import UserError
+from thundersync_jax.learner.grids import SumStart
 from thundersync_jax.learner.streaming import Params
 from thundersync_jax.learner.train_state import TrainState
 
@@ -71,7 +72,10 @@ class Checkpointer:
 
     def save(self, state: TrainState, position: RunPosition, *, reward: float) -> None:
         """Saves after `position.num_steps` steps; `reward` ranks it for the best one kept."""
-        meta = dataclasses.asdict(position) | {"policy_version": state.policy_version}
+        meta = dataclasses.asdict(position) | {
+            "policy_version": state.policy_version,
+            "sums": dataclasses.asdict(state.sums),
+        }
         args = ocp.args.Composite(
             state=ocp.args.StandardSave({"params": state.params, "opt_state": state.opt_state}),
             meta=ocp.args.JsonSave(meta),
@@ -102,6 +106,7 @@ class Checkpointer:
                 params=restored.state["params"],
                 opt_state=restored.state["opt_state"],
                 policy_version=meta.pop("policy_version"),
+                sums=SumStart(**meta.pop("sums")),
             )
             return state, RunPosition(**meta)
         except Exception as error:  # Orbax and its storage raise many types for bad files

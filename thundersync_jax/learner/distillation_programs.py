@@ -18,6 +18,7 @@ from thundersync_jax.learner.buckets import Lanes
 from thundersync_jax.learner.program_names import Caches, Name, Part, Shapes, Turn
 from thundersync_jax.learner.programs import Program, Programs, zeros
 from thundersync_jax.learner.streaming import Params, ScoreSettings
+from thundersync_jax.learner.sums import Sum
 from thundersync_jax.learner.turn_replay import TrajectoryCaches
 from thundersync_jax.learner.turn_schedule import SegmentKind
 
@@ -50,10 +51,13 @@ class DistillationPrograms(Programs):
         shapes: Shapes,
     ) -> None:
         super().__init__(settings, optimizer, mesh, shapes)
-        make = functools.partial(
-            turn_replay.empty_caches, settings.model, caches.num_caches, caches.length
-        )
-        self.caches = self.placement.positions(make) if caches.num_caches else None
+        place, pool = self.placement, (settings.model, caches.num_caches, caches.length)
+        self.caches: TrajectoryCaches | None = None
+        if caches.num_caches:
+            self.caches = TrajectoryCaches(
+                kv=place.keys_values(*pool, settings.model.dtype),
+                ledger=place.keys_values(*pool, place.scalar_dtype),
+            )
 
     def zero_caches(self) -> TrajectoryCaches | None:
         return None if self.caches is None else self._get(Caches.ZERO)()
@@ -72,11 +76,11 @@ class DistillationPrograms(Programs):
         self,
         name: Turn,
         params: Params,
-        batch: Params,
+        batch: Sum,
         caches: TrajectoryCaches | None,
         ledger_weights: np.ndarray,
         lanes: Lanes,
-    ) -> tuple[Params, TrajectoryCaches | None, jax.Array]:
+    ) -> tuple[Sum, TrajectoryCaches | None, jax.Array]:
         """`turn_replay.score_segment` on every replica; batch and caches are donated.
 
         Args:
@@ -85,8 +89,8 @@ class DistillationPrograms(Programs):
         return self._get(name)(params, batch, caches, self._scalars(ledger_weights), lanes)
 
     def replay(
-        self, name: Turn, params: Params, batch: Params, caches: TrajectoryCaches, lanes: Lanes
-    ) -> tuple[Params, TrajectoryCaches, jax.Array]:
+        self, name: Turn, params: Params, batch: Sum, caches: TrajectoryCaches, lanes: Lanes
+    ) -> tuple[Sum, TrajectoryCaches, jax.Array]:
         """`turn_replay.replay_segment` on every replica; batch and caches are donated."""
         return self._get(name)(params, batch, caches, lanes)
 

@@ -255,9 +255,7 @@ class Distiller:
         """
         self._finish()
         denominator = max(self._denominator(), 1.0)
-        return jax.tree.map(
-            lambda g: -np.sum(np.asarray(g), axis=0) / denominator, self._buffers.batch
-        )
+        return jax.tree.map(lambda g: -np.asarray(g) / denominator, self._buffers.batch.total())
 
     def update(self) -> UpdateReport:
         """Runs what is left, then normalises, clips and steps once; the next step starts empty.

@@ -6,7 +6,7 @@ taken until the schedule has chosen this call among others.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from thundersync_jax.learner.groups import Cohort, Group, Member, Path
 from thundersync_jax.learner.work import FoldWork, LaneWork
@@ -19,6 +19,8 @@ class Filling:
       capacity: lanes of every replica.
       pairs_per_call: pair indices that one call can reach.
       free_pairs: free pair indices of every replica; read only.
+      paired: paths that need one.
+      is_local: a group runs at its home only.
     """
 
     def __init__(
@@ -29,10 +31,14 @@ class Filling:
         capacity: int,
         pairs_per_call: int,
         free_pairs: Sequence[set[int]],
+        paired: Collection[Path],
+        is_local: bool,
     ) -> None:
         self._shape = (prefix_bucket, bucket)
         self._capacity = capacity
         self._pairs_per_call = pairs_per_call
+        self._paired = paired
+        self._is_local = is_local
         self._free = [set(free) for free in free_pairs]
         self._lanes: list[list[LaneWork]] = [[] for _ in free_pairs]
         self._taken: dict[tuple[Cohort, int], int] = {}
@@ -51,8 +57,9 @@ class Filling:
         """Puts work that is not AHEAD on the replica with fewest lanes, if any can take it."""
         options = []
         for replica in self._replicas(group):
-            pair = self._pair(group, replica) if path is Path.STREAM else None
-            has_buffer = path is not Path.STREAM or pair is not None
+            is_paired = path in self._paired
+            pair = self._pair(group, replica) if is_paired else None
+            has_buffer = pair is not None or not is_paired
             if has_buffer and len(self._lanes[replica]) < self._capacity:
                 is_new = pair is not None and self._owned(group, replica) is None
                 options.append((len(self._lanes[replica]), is_new, replica, pair))
@@ -76,7 +83,7 @@ class Filling:
                 self._lanes[replica].append(lane)
                 return
 
-    def can_stream(self, group: Group) -> bool:
+    def has_pair(self, group: Group) -> bool:
         """The group has a pair on some replica that may run it, or could have one."""
         return any(
             self._owned(group, replica) is not None or self._free[replica]
@@ -84,6 +91,8 @@ class Filling:
         )
 
     def _replicas(self, group: Group) -> Iterable[int]:
+        if self._is_local:
+            return [group.home]
         return sorted(group.loaded) if group.prefix_bucket else range(len(self._lanes))
 
     def _owned(self, group: Group, replica: int) -> int | None:

@@ -8,8 +8,7 @@ Invariants:
   * A member moves EXPECTED -> CONTENT -> READY -> DONE, or to FAILED from either of the first two;
     nothing else. `_TRANSITIONS` is the only table, and a second terminal event is refused by name.
   * A group closes once all members of its cohort are terminal and everything that has a gradient
-    has been folded: first the cohort's pairs, then its prompt, each on every replica that holds
-    one.
+    has been folded: the cohort's pairs and its own prompt, each on every replica that holds one.
   * Reward-free terms are owed from the content on, whatever the verdict, and paid when the member
     runs.
   * No terminal event depends on anything here: this module never waits.
@@ -117,16 +116,27 @@ class Cohort:
     Attributes:
       is_sealed: no further group joins.
       pairs: replica -> index of the cohort's pair (G1, G2) there, while it streams.
-      center: c of G1 = sum (r_i - c) g_i: the first reward that arrived. The sum is the same for
-        every c, but only one near the rewards leaves no large terms that cancel.
+      center: c of G1 = sum (r_i - c) g_i; where none is given, the first reward that arrives. The
+        sum is the same for every c, but only one near the rewards leaves no large terms that
+        cancel.
     """
 
     objective: Objective
+    center: float | None = None
     groups: list[Group] = dataclasses.field(default_factory=list, repr=False)
     is_sealed: bool = False
     pairs: dict[int, int] = dataclasses.field(default_factory=dict)
-    center: float = 0.0
     _closing: _Closing | None = dataclasses.field(default=None, init=False)
+
+    def join(self, group: Group) -> None:
+        """Raises LearnerError once the advantages are final."""
+        if self.is_sealed:
+            raise LearnerError(
+                f"{group.name()}: the step's advantages are final (gradient or update was called), "
+                "and this group's rewards would change them: open it before, or in the next step"
+            )
+        self.groups.append(group)
+        group.cohort = self
 
     @property
     def is_complete(self) -> bool:
@@ -161,8 +171,9 @@ class Cohort:
         if not values.any():
             coefficients = (0.0, 0.0)
         elif line is None:
-            coefficients = (1.0, 0.0)  # the gradients contain their advantages
+            coefficients = (0.0, 1.0)  # the gradients contain their advantages
         else:
+            assert self.center is not None
             a, b = line.closing_coefficients(self.center)
             coefficients = (scale * a, scale * b)
         return _Closing(advantages=advantages, scale=scale, coefficients=coefficients)
@@ -200,7 +211,8 @@ class Group:
 
     Attributes:
       prefix_bucket: padded length of the shared prompt; 0 when every member runs it itself.
-      home: the replica that holds the shared prompt first.
+      home: the replica that holds the shared prompt first, or the only one of a group that stays on
+        one.
       slots: replica -> prompt slot reserved there.
       loaded: replicas whose slot holds the prompt's keys and values.
       cohort: given by the schedule when the group opens.
@@ -245,22 +257,24 @@ class Group:
 
     @property
     def is_zero(self) -> bool:
-        """Complete, and no member has an advantage."""
-        advantages = self.cohort.closing.advantages
-        return not any(advantages.get(member) for member in self.members)
+        """Complete, and no advantage of its cohort is other than 0: what is in the pair does not
+        count, and what is not does not run.
+        """
+        return self.cohort.is_zero
 
     @property
     def has_gradient(self) -> bool:
         """Complete, and something of it is in a sum."""
-        has_terms = bool(self.cohort.objective.term_sums)
-        return any(m.bucket for m in self.members) and (has_terms or not self.is_zero)
+        if self.cohort.objective.term_sums:
+            return any(m.bucket for m in self.members)
+        return not self.is_zero and any(m.bucket and m.reward is not None for m in self.members)
 
     def set_reward(self, member: Member, reward: float) -> None:
         """Gives a member its verdict; raises LearnerError unless it waits for one."""
         member.advance(Stage.READY, self.name(member))
         cohort = self.cohort
         shaped = cohort.objective.shape_reward(reward, member.num_action_tokens)
-        if all(m.reward is None for group in cohort.groups for m in group.members):
+        if cohort.center is None:
             cohort.center = shaped
         member.graded, member.reward = reward, shaped
 

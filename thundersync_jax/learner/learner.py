@@ -38,23 +38,14 @@ from thundersync_jax.learner.optimizer import learning_rate_schedule, make_optim
 from thundersync_jax.learner.pairs import Pairs
 from thundersync_jax.learner.program_names import program_names
 from thundersync_jax.learner.programs import Programs
+from thundersync_jax.learner.reduction import REDUCTIONS
 from thundersync_jax.learner.schedule import Schedule
 from thundersync_jax.learner.score import ScoreSettings
-from thundersync_jax.learner.statistics import (
-    NonFiniteGradientError,
-    StepStatistics,
-    note_of,
-)
+from thundersync_jax.learner.statistics import NonFiniteGradientError, StepStatistics, note_of
 from thundersync_jax.learner.streaming import Params
 from thundersync_jax.learner.token_checks import check_ids, check_length, check_prompt
 from thundersync_jax.learner.train_state import TrainState
-from thundersync_jax.learner.work import (
-    BindWork,
-    CloseWork,
-    FoldWork,
-    PromptWork,
-    Work,
-)
+from thundersync_jax.learner.work import BindWork, CloseWork, FoldWork, PromptWork, Work
 from thundersync_jax.learner.work_log import WorkLog
 from thundersync_jax.losses.objectives import make_objective
 from thundersync_jax.model.presets import TransformerConfig
@@ -103,6 +94,7 @@ class Learner:
         self.memory, programs = plan_memory(config, room, make)
         config, shapes = self.memory.config, programs.shapes
         self._config, self._programs = config, programs
+        self._reduction = REDUCTIONS[config.reduction]
         master = programs.place_master(params)
         self.state = TrainState(params=master, opt_state=programs.init_opt_state(master))
         self.params: Params = programs.gather(master)
@@ -113,18 +105,13 @@ class Learner:
             in_host_memory=config.pool_memory == "pinned_host",
         )
         self._buffers = Accumulators(
-            programs, pairs, num_held=config.held_gradients, objective=self._objective
-        )
-        self._schedule = Schedule(
-            num_replicas=programs.num_replicas,
-            num_pairs=config.pool_size,
-            num_slots=config.prompt_slots if config.prompt_buckets else 0,
+            programs,
+            pairs,
             num_held=config.held_gradients,
-            pairs_per_call=shapes.num_pairs,
-            lanes_per_call=shapes.lanes_per_call,
             objective=self._objective,
-            pack_buckets=[b for b in config.buckets if b <= config.pack_tokens],
+            start=self.state.sums,
         )
+        self._schedule = self._make_schedule()
         self._next_group_id = 0
         self._log = WorkLog()
         self._postponed: Work | None = None
@@ -145,6 +132,8 @@ class Learner:
         prompt = check_prompt(
             task_id, prompt_ids, vocab_size=self._vocab_size, longest=self._config.buckets[-1]
         )
+        sizes = [*(len(group.members) for group in self._schedule.groups), group_size]
+        self._reduction.check_group(f"task {task_id!r}", sizes, self._objective)
         group_id = self._next_group_id
         self._next_group_id += 1
         self._schedule.open(
@@ -243,13 +232,13 @@ class Learner:
         along.
         """
         self._finish()
-        sums, counts = self._buffers.sums, self._denominators()
+        counts = self._denominators()
 
-        def descent(*parts: jax.Array) -> np.ndarray:
-            pairs = zip(parts, counts, strict=True)
-            return -sum(np.sum(np.asarray(g), axis=0) / count for g, count in pairs)
+        def descent(*sums: np.ndarray) -> np.ndarray:
+            parts = [g / count for g, count in zip(sums, counts, strict=True)]
+            return -np.sum(parts, axis=0)
 
-        return jax.tree.map(descent, *sums)
+        return jax.tree.map(descent, *self._buffers.totals())
 
     def update(self) -> UpdateReport:
         """Runs what is left, then normalises, clips and steps once; the next step starts empty.
@@ -273,21 +262,21 @@ class Learner:
             is_empty=is_empty,
             grad_norm=norm,
             learning_rate=rate,
+            num_promotions=self._buffers.num_promotions,
         )
-        self._schedule.clear()
+        self._buffers.begin(self.state.sums)
         self._begin_step()
         return report
 
     def load(self, state: TrainState) -> None:
         """Goes on from a restored state; the step in progress is dropped."""
+        self.params, self.state = None, state
         self.abandon()
-        self.state, self.params = state, None
         self.params = self._programs.gather(state.params)
 
     def abandon(self) -> None:
         """Drops the step: every group and partial sum is gone, the train state is as before it."""
-        self._schedule.clear()
-        self._buffers.clear()
+        self._buffers.clear(self.state.sums)
         self._log.take()
         self._begin_step()
 
@@ -297,7 +286,23 @@ class Learner:
 
     # -- internals ------------------------------------------------------------------------------
 
+    def _make_schedule(self) -> Schedule:
+        config, programs = self._config, self._programs
+        return Schedule(
+            num_replicas=programs.num_replicas,
+            num_pairs=config.pool_size,
+            num_slots=config.prompt_slots if config.prompt_buckets else 0,
+            num_held=config.held_gradients,
+            pairs_per_call=programs.shapes.num_pairs,
+            lanes_per_call=programs.shapes.lanes_per_call,
+            objective=self._objective,
+            pack_buckets=[b for b in config.buckets if b <= config.pack_tokens],
+            paired=self._reduction.paired,
+            is_local=self._reduction.is_local,
+        )
+
     def _begin_step(self) -> None:
+        self._schedule.begin(self.state.sums.center if self._reduction.has_center else None)
         self._statistics = StepStatistics(self._objective, self._config.max_logprob_gap)
         self._failure: NonFiniteGradientError | None = None
         self._postponed = None
@@ -340,7 +345,7 @@ class Learner:
                 for replica, filled in enumerate(work.replicas):
                     for at, lane in enumerate(filled):
                         statistics.add(lane, note_of(stats, replica, at))
-                return _kind(work), work.bucket, sum(len(lane.members) for lane in work.lanes)
+                return work.kind, work.bucket, sum(len(lane.members) for lane in work.lanes)
 
     def _denominators(self) -> list[float]:
         """Of every sum; 1 where nothing arrived, for its sum is 0."""
@@ -364,13 +369,12 @@ class Learner:
 
     def _step(self, denominators: Sequence[float]) -> float:
         started_s = time.monotonic()
-        state, buffers = self.state, self._buffers
-        state.params, state.opt_state, buffers.sums, norm = self._programs.update(
-            state.params, state.opt_state, buffers.sums, denominators
-        )
+        state = self.state
+        members = [m for group in self._schedule.groups for m in group.members]
+        rewards = [m.reward for m in members if m.reward is not None]
+        value, sums = self._buffers.update(state, denominators, rewards)
         self.params = None  # freed before its successor is made
         self.params = self._programs.gather(state.params)
-        value = float(norm)  # blocks until the update is complete
         if not math.isfinite(value):
             self._failure = NonFiniteGradientError(
                 f"the batch gradient has norm {value} although every trajectory's is finite: a sum "
@@ -378,11 +382,6 @@ class Learner:
             )
             raise self._failure
         self._log.add("update", 0, 0, started_s)
-        self.state.policy_version += 1
+        state.policy_version += 1
+        state.sums = sums
         return value
-
-
-def _kind(work: FoldWork) -> str:
-    """The path that most of a call's lanes take, for the work log."""
-    paths = [lane.path.value for lane in work.lanes]
-    return max(paths, key=paths.count)

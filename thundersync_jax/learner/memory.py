@@ -40,6 +40,7 @@ HOST_SHARE = 0.5  # of the host for pairs: checkpoints pass through it, and sand
 _SIZED = ("pool_size", "prompt_slots")  # where -1 is as many as fit
 _MOST = 2**31  # no device holds as many of anything
 _LEAST = {"pool_size": 0, "pairs_per_call": 1, "prompt_slots": 1, "held_gradients": 0}
+_LEAST_EXACT = {**_LEAST, "pool_size": 1}
 
 
 class MemoryPlanError(UserError, ValueError):
@@ -83,12 +84,14 @@ class Sizes:
     Attributes:
       state_bytes: parameters, the optimizer's copy of them where it is another, and its moments.
       accumulator_bytes: one sum of gradients; a pair (G1, G2) is two.
+      held_bytes: one gradient ahead of its verdict.
       slot_bytes: one shared prompt with its adjoints; 0 where none is shared.
       num_sums: sums with a denominator of their own: of the scores, and of reward-free terms.
     """
 
     state_bytes: int
     accumulator_bytes: int
+    held_bytes: int
     slot_bytes: int
     num_sums: int = 1
 
@@ -99,6 +102,7 @@ def sizes_of(placement: Placement) -> Sizes:
     return Sizes(
         state_bytes=device_bytes(placement.params) + master + device_bytes(placement.opt_state),
         accumulator_bytes=device_bytes(placement.accumulator),
+        held_bytes=device_bytes(placement.held),
         slot_bytes=0 if slots is None else device_bytes(slots) // slots.kv.keys.shape[1],
         num_sums=placement.num_sums,
     )
@@ -139,7 +143,7 @@ class MemoryPlan:
             "state": self.sizes.state_bytes,
             "batch sum": self.sizes.num_sums * accumulator,
             "pairs": 2 * self.num_device_pairs * accumulator,
-            "held gradients": held * accumulator,
+            "held gradients": held * self.sizes.held_bytes,
             "prompt slots": self.num_slots * self.sizes.slot_bytes,
         }
 
@@ -290,7 +294,8 @@ def _remedy(plan: MemoryPlan) -> str:
     if is_before_programs:
         plan = _with_headroom(plan)
     found = []
-    for key, least in _LEAST.items():
+    leasts = _LEAST_EXACT if plan.config.reduction == "exact" else _LEAST
+    for key, least in leasts.items():
         smaller = range(least, min(getattr(plan.config, key), _MOST))
         at = bisect.bisect_left(
             smaller, True, key=lambda value: not _changed(plan, key, value).fits

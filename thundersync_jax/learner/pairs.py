@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 
-from thundersync_jax.learner.streaming import Params
+from thundersync_jax.learner.sums import Sum
 
 
 class Pairs:
@@ -25,13 +25,13 @@ class Pairs:
     """
 
     def __init__(
-        self, make: Callable[[], Params], *, size: int, per_call: int, in_host_memory: bool
+        self, make: Callable[[], Sum], *, size: int, per_call: int, in_host_memory: bool
     ) -> None:
         self._make = make
         self._size = size
         self._per_call = per_call
         self._in_host_memory = in_host_memory
-        self._pairs: list[tuple[Params, Params]] = []
+        self._pairs: list[tuple[Sum, Sum]] = []
         self._used: list[int] = []  # indices on the device, the least recently used first
         self.num_moved = 0
 
@@ -43,7 +43,11 @@ class Pairs:
             self._used.append(index)
             self._make_room(self._per_call)
 
-    def reach(self, wanted: Sequence[int]) -> tuple[list[int], tuple[Params, ...]]:
+    def begin(self, first: Sequence[int], second: Sequence[int]) -> None:
+        """Sets the grids of G1 and of G2 for a step; all are zero."""
+        self._pairs = [(g1.started(first), g2.started(second)) for g1, g2 in self._pairs]
+
+    def reach(self, wanted: Sequence[int]) -> tuple[list[int], tuple[Sum, ...]]:
         """The indices of a call, filled up with others to `per_call`, and G1, G2 of each in turn.
 
         They are the caller's to donate, until `put`.
@@ -60,7 +64,7 @@ class Pairs:
         self._used += reached
         return reached, tuple(acc for index in reached for acc in self._pairs[index])
 
-    def put(self, reached: Sequence[int], accumulators: Sequence[Params]) -> None:
+    def put(self, reached: Sequence[int], accumulators: Sequence[Sum]) -> None:
         """Takes the results of the call back."""
         for at, index in enumerate(reached):
             self._pairs[index] = (accumulators[2 * at], accumulators[2 * at + 1])
@@ -73,7 +77,7 @@ class Pairs:
             self.num_moved += 1
 
 
-def _move(pair: tuple[Params, Params], memory_kind: str) -> tuple[Params, Params]:
+def _move(pair: tuple[Sum, Sum], memory_kind: str) -> tuple[Sum, Sum]:
     """Copies leaf by leaf, each freed before the next; JAX donates within one memory only."""
 
     def move(x: jax.Array) -> jax.Array:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -19,7 +19,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from thundersync_jax import sharding
 from thundersync_jax.learner import streaming
 from thundersync_jax.learner.buckets import LaneItem, pad_lanes, pad_prompts
+from thundersync_jax.learner.sums import OrderedSum, Sum
 from thundersync_jax.losses.objective import Objective
+from thundersync_jax.model.kv_cache import KeysValues
 from thundersync_jax.model.presets import TransformerConfig
 from thundersync_jax.model.transformer import abstract_params, logical_axes
 
@@ -32,6 +34,7 @@ class Placement:
       master: the optimizer's copy of them, in at least float32.
       is_master_shared: the two are the same arrays.
       accumulator: one sum of gradients, [R, ...].
+      held: one gradient ahead of its verdict, [R, ...].
       opt_state: the optimizer's moments and counters.
       slots: prompt slots [R, S, L, P, K, H], or None.
       scalar_dtype: of coefficients: float32, or float64 for float64 parameters.
@@ -46,10 +49,12 @@ class Placement:
         num_slots: int,
         slot_length: int,
         objective: Objective | None = None,
+        sum_type: type[Sum] = OrderedSum,
     ) -> None:
         self.mesh = mesh
         self.objective = objective
         self.num_sums = 1 if objective is None else objective.num_sums
+        self._sum_type = sum_type
         self.num_replicas: int = mesh.shape[sharding.DATA]
         stored = abstract_params(model)
         params = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, model.dtype), stored)
@@ -64,7 +69,7 @@ class Placement:
             jax.eval_shape(streaming.zeros_like_params, stored),
             self.params,
         )
-        self.accumulator = jax.tree.map(
+        values = jax.tree.map(
             lambda p, w: self._struct(
                 jax.ShapeDtypeStruct((self.num_replicas, *w.shape), w.dtype),
                 sharding.replica_spec(p.sharding.spec),
@@ -72,6 +77,8 @@ class Placement:
             self.params,
             wide,
         )
+        self.held = OrderedSum(values=values)
+        self.accumulator = sum_type.abstract(values, self._numbers)
         self.is_master_shared = self.master == self.params
         self.opt_state = self._opt_state(optimizer)
         self.slots = self._slots(model, num_slots, slot_length) if num_slots else None
@@ -126,23 +133,33 @@ class Placement:
         )
 
     def _slots(self, model: TransformerConfig, num_slots: int, length: int) -> Any:
-        num_terms = self.num_sums - 1
-        return self.positions(
-            functools.partial(streaming.empty_slots, model, num_slots, length, num_terms)
+        def keys_values(dtype: Any) -> KeysValues:
+            return self.keys_values(model, num_slots, length, dtype)
+
+        numbers = functools.partial(self._numbers, num_slots)
+        adjoint = self._sum_type.abstract(keys_values(self.scalar_dtype), numbers)
+        return streaming.PromptSlots(
+            kv=keys_values(model.dtype),
+            adjoint1=adjoint,
+            adjoint2=adjoint,
+            terms=(adjoint,) * (self.num_sums - 1),
         )
 
-    def positions(self, make: Callable[[], Any]) -> Any:
-        """Of every replica what `make` gives, [S, L, P, K, H]: positions over fsdp, heads over
-        tensor.
-        """
+    def keys_values(
+        self, model: TransformerConfig, num_slots: int, length: int, dtype: Any
+    ) -> KeysValues:
+        """Of every replica [S, L, P, K, H]: positions over fsdp, heads over tensor."""
         heads = sharding.TABLE["kv_heads"]
         spec = PartitionSpec(sharding.DATA, None, None, sharding.FSDP, heads, None)
-        return jax.tree.map(
-            lambda x: self._struct(
-                jax.ShapeDtypeStruct((self.num_replicas, *x.shape), x.dtype), spec
-            ),
-            jax.eval_shape(make),
+        one = (num_slots, model.num_layers, length, model.num_kv_heads, model.head_dim)
+        array: Any = self._struct(
+            jax.ShapeDtypeStruct((self.num_replicas, *one), jnp.dtype(dtype)), spec
         )
+        return KeysValues(keys=array, values=array)
+
+    def _numbers(self, *shape: int) -> Any:
+        """Integers of every replica."""
+        return self.local(np.zeros((self.num_replicas, *shape), np.int32))
 
     def _on_mesh(self, values: Any, specs: Any) -> Any:
         return jax.tree.map(self._struct, values, specs)

@@ -4,7 +4,7 @@ Fold(prefix_bucket, bucket)     streaming.accumulate
 PromptForward(bucket), PromptBackward(bucket)
 Turn(part, prefix_bucket, bucket)    turn_replay's; WHOLE is score_segment without caches
 Caches.ZERO                          the pool of trajectory caches
-Whole.BIND, CLOSE, UPDATE, GATHER, ACCUMULATOR, SLOTS    what no bucket changes
+Whole.BIND, CLOSE, UPDATE, GATHER, ACCUMULATOR, HELD, SLOTS    what no bucket changes
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ class Whole(enum.Enum):
     UPDATE = "update"
     GATHER = "gather"
     ACCUMULATOR = "zero accumulator"
+    HELD = "zero held gradient"
     SLOTS = "zero prompt slots"
 
 
@@ -81,6 +82,7 @@ class Shapes:
       num_pairs: pairs (G1, G2) that a call reaches.
       num_held: buffers for gradients ahead of their verdicts.
       num_slots, slot_length: shared prompts a replica can hold, and their padded length.
+      reduction: how sums are kept.
     """
 
     lanes_per_call: Callable[[int], int]
@@ -88,6 +90,7 @@ class Shapes:
     num_held: int
     num_slots: int
     slot_length: int
+    reduction: str = "ordered"
 
 
 def shapes_of(config: LearnerSection) -> Shapes:
@@ -99,6 +102,7 @@ def shapes_of(config: LearnerSection) -> Shapes:
         num_held=config.held_gradients,
         num_slots=num_slots,
         slot_length=max(config.prompt_buckets, default=0),
+        reduction=config.reduction,
     )
 
 
@@ -111,7 +115,7 @@ def program_names(config: LearnerSection) -> list[Name]:
     if config.prompt_buckets:
         names.append(Whole.SLOTS)
     if config.held_gradients:
-        names.append(Whole.BIND)
+        names += [Whole.BIND, Whole.HELD]
     return [*names, Whole.CLOSE] if config.pool_size else names
 
 

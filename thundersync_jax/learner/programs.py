@@ -32,8 +32,10 @@ from thundersync_jax.learner.program_names import (
     Turn,
     Whole,
 )
+from thundersync_jax.learner.reduction import REDUCTIONS
 from thundersync_jax.learner.score import ScoreSettings
 from thundersync_jax.learner.streaming import Binding, Params, PromptSlots
+from thundersync_jax.learner.sums import Sum
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,15 +70,20 @@ class Programs:
             num_slots=shapes.num_slots,
             slot_length=shapes.slot_length,
             objective=settings.objective,
+            sum_type=REDUCTIONS[shapes.reduction].sum_type,
         )
         self.num_replicas = self.placement.num_replicas
         self._compiled: dict[Name, jax.stages.Compiled] = {}
 
     # -- making and moving state ----------------------------------------------------------------
 
-    def accumulator(self) -> Params:
+    def accumulator(self) -> Sum:
         """A sum of gradients, zero."""
         return self._get(Whole.ACCUMULATOR)()
+
+    def held(self) -> Sum:
+        """A gradient ahead of its verdict, zero."""
+        return self._get(Whole.HELD)()
 
     def prompt_slots(self) -> PromptSlots | None:
         """The prompt slots, zero; None without any."""
@@ -106,7 +113,8 @@ class Programs:
 
     def temporaries(self) -> dict[Name, int]:
         """Bytes of a device that each compiled program takes besides the learner's buffers."""
-        made = [Whole.ACCUMULATOR, Whole.SLOTS] + [Whole.GATHER] * self.placement.is_master_shared
+        made = [Whole.ACCUMULATOR, Whole.HELD, Whole.SLOTS]
+        made += [Whole.GATHER] * self.placement.is_master_shared
         is_cpu = self._mesh.devices.flat[0].platform == "cpu"
         return {
             name: _extra_bytes(program, is_cpu=is_cpu)
@@ -120,12 +128,12 @@ class Programs:
         self,
         name: Fold,
         params: Params,
-        buffers: tuple[Params, ...],
+        buffers: tuple[Sum, ...],
         slots: PromptSlots | None,
         coefficients: np.ndarray,
         pair_coefficients: np.ndarray,
         lanes: Lanes,
-    ) -> tuple[tuple[Params, ...], PromptSlots | None, jax.Array]:
+    ) -> tuple[tuple[Sum, ...], PromptSlots | None, jax.Array]:
         """`streaming.accumulate` on every replica; buffers and slots are donated.
 
         Args:
@@ -136,11 +144,11 @@ class Programs:
 
     def bind(
         self,
-        held: Params,
-        buffers: tuple[Params, ...],
+        held: Sum,
+        buffers: tuple[Sum, ...],
         slots: PromptSlots | None,
         binding: Binding,
-    ) -> tuple[Params, tuple[Params, ...], PromptSlots | None]:
+    ) -> tuple[Sum, tuple[Sum, ...], PromptSlots | None]:
         """`streaming.bind` on every replica; all but the binding is donated."""
         binding = binding.replace(
             coefficients=self._scalars(binding.coefficients),
@@ -155,22 +163,22 @@ class Programs:
     def prompt_backward(
         self,
         params: Params,
-        sums: tuple[Params, ...],
+        sums: tuple[Sum, ...],
         slots: PromptSlots,
         coefficients: np.ndarray,
         prompts: Prompts,
-    ) -> tuple[Params, ...]:
+    ) -> tuple[Sum, ...]:
         """`streaming.prompt_backward` on every replica; sums are donated. coefficients [R, 2]."""
         program = self._get(PromptBackward(prompts.tokens.shape[1]))
         return program(params, sums, slots, self._scalars(coefficients), prompts)
 
     def close(
         self,
-        batch: Params,
-        pair: Sequence[Params],
+        batch: Sum,
+        pair: Sequence[Sum],
         coefficients: np.ndarray,
         is_used: np.ndarray,
-    ) -> tuple[Params, Params, Params]:
+    ) -> tuple[Sum, Sum, Sum]:
         """`streaming.close_group` on every replica; batch and pair are donated.
 
         Args:
@@ -183,9 +191,9 @@ class Programs:
         self,
         master: Params,
         opt_state: Any,
-        sums: tuple[Params, ...],
+        sums: tuple[Sum, ...],
         denominators: Sequence[float],
-    ) -> tuple[Params, Any, tuple[Params, ...], jax.Array]:
+    ) -> tuple[Params, Any, tuple[Sum, ...], jax.Array]:
         """`streaming.apply_update`; everything is donated."""
         return self._get(Whole.UPDATE)(master, opt_state, sums, self._scalars(denominators))
 
@@ -248,8 +256,8 @@ class Programs:
         place = self.placement
         num_lanes = self.lanes_per_call(name.bucket)
         slots = place.slots if name.prefix_bucket else None
-        others = 2 * self.shapes.num_pairs + self.shapes.num_held
-        buffers = (*self._sums, *(place.accumulator,) * others)
+        pairs = (place.accumulator,) * (2 * self.shapes.num_pairs)
+        buffers = (*self._sums, *pairs, *(place.held,) * self.shapes.num_held)
         function = functools.partial(streaming.accumulate, self._settings, name.prefix_bucket)
         return Program(
             self._on_replicas(function, 6),
@@ -287,7 +295,7 @@ class Programs:
         place, acc = self.placement, self.placement.accumulator
         match name:
             case Whole.BIND:
-                state = (acc, self._summed, place.slots)
+                state = (place.held, self._summed, place.slots)
                 return Program(
                     self._on_replicas(streaming.bind, 4, num_shared=0),
                     donated=(0, 1, 2),
@@ -324,6 +332,8 @@ class Programs:
                 )
             case Whole.ACCUMULATOR:
                 return zeros(acc)
+            case Whole.HELD:
+                return zeros(place.held)
             case Whole.SLOTS:
                 return zeros(place.slots)
 

@@ -19,19 +19,13 @@ The same object drives the learner and the simulation of its schedule.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import collections
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from thundersync_jax.learner.filling import Filling
-from thundersync_jax.learner.groups import Cohort, Group, Held, LearnerError, Member, Path, Stage
+from thundersync_jax.learner.groups import Cohort, Group, Held, Member, Path, Stage
 from thundersync_jax.learner.packing import pack
-from thundersync_jax.learner.work import (
-    BindWork,
-    CloseWork,
-    FoldWork,
-    LaneWork,
-    PromptWork,
-    Work,
-)
+from thundersync_jax.learner.work import BindWork, CloseWork, FoldWork, LaneWork, PromptWork, Work
 from thundersync_jax.losses.objective import Objective, Streams
 
 Ready = tuple[Group, tuple[Member, ...], Path]
@@ -47,6 +41,9 @@ class Schedule:
       pairs_per_call: pair indices that one call can reach.
       lanes_per_call: K by bucket.
       pack_buckets: buckets of lanes that several trajectories may share.
+      paired: paths that go through the cohort's pair; a trajectory waits for a free one.
+      is_local: a group stays on one replica and waits there for a prompt slot, so that content
+        alone decides which program computes its gradients.
     """
 
     def __init__(
@@ -60,17 +57,21 @@ class Schedule:
         lanes_per_call: Callable[[int], int],
         objective: Objective,
         pack_buckets: Sequence[int] = (),
+        paired: Collection[Path] = (Path.STREAM,),
+        is_local: bool = False,
     ) -> None:
         self._num_replicas = num_replicas
         self._pairs_per_call = pairs_per_call
         self._lanes_per_call = lanes_per_call
         self._objective = objective
         self._pack_buckets = tuple(pack_buckets)
+        self._paired = paired
+        self._is_local = is_local
         self._free_pairs = [set(range(num_pairs)) for _ in range(num_replicas)]
         self._free_slots = [list(range(num_slots)) for _ in range(num_replicas)]
         self._free_held = [set(range(num_held)) for _ in range(num_replicas)]
         self._groups: dict[int, Group] = {}
-        self._step = Cohort(objective=objective)
+        self.begin()
 
     @property
     def groups(self) -> list[Group]:
@@ -80,32 +81,38 @@ class Schedule:
         return self._groups.get(group_id)
 
     def open(self, group: Group) -> None:
-        """Adds a group; reserves a prompt slot at the replica with most free ones, if it shares."""
+        """Adds a group; reserves a prompt slot at the replica with most free ones, if it shares.
+
+        One that stays is at home where fewest groups are.
+        """
         is_batch = self._objective.streams is Streams.BATCH
-        cohort = self._step if is_batch else Cohort(objective=self._objective)
-        if cohort.is_sealed:
-            raise LearnerError(
-                f"{group.name()}: the step's advantages are final (gradient or update was called), "
-                "and this group's rewards would change them: open it before, or in the next step"
-            )
-        cohort.groups.append(group)
+        cohort = self._step if is_batch else self._cohort()
+        cohort.join(group)
         cohort.is_sealed = not is_batch
-        group.cohort = cohort
-        self._groups[group.group_id] = group
-        if group.prefix_bucket:
-            home = max(range(self._num_replicas), key=lambda r: (len(self._free_slots[r]), -r))
-            if self._free_slots[home]:
-                group.home = home
-                group.slots[home] = self._free_slots[home].pop()
-            else:
+        if self._is_local:
+            homes = collections.Counter(g.home for g in self.groups if not g.is_closed)
+            group.home = min(range(self._num_replicas), key=lambda r: (homes[r], r))
+        elif group.prefix_bucket:
+            free = self._free_slots
+            group.home = max(range(self._num_replicas), key=lambda r: (len(free[r]), -r))
+            if not free[group.home]:
                 group.prefix_bucket = 0
+        self._groups[group.group_id] = group
+        self._reserve_slot(group)
+
+    def _cohort(self) -> Cohort:
+        return Cohort(objective=self._objective, center=self._center)
 
     def seal(self) -> None:
         """No further group opens in this step: what compares all of it is final."""
         self._step.is_sealed = True
 
-    def clear(self) -> None:
-        """Forgets the step; every buffer is free again."""
+    def begin(self, center: float | None = None) -> None:
+        """Begins a step and forgets the last one: every buffer is free.
+
+        Args:
+          center: c of every cohort's G1; None for the first of its rewards.
+        """
         for cohort in dict.fromkeys(group.cohort for group in self.groups):
             for replica, pair in cohort.pairs.items():
                 self._free_pairs[replica].add(pair)
@@ -115,7 +122,8 @@ class Schedule:
                 if member.held is not None:
                     self._free_held[member.held.replica].add(member.held.index)
         self._groups = {}
-        self._step = Cohort(objective=self._objective)
+        self._center = center
+        self._step = self._cohort()
 
     def unfinished(self) -> list[str]:
         """The members that still need a verdict, by name."""
@@ -123,6 +131,8 @@ class Schedule:
 
     def next_work(self) -> Work | None:
         """The call that is due, its buffers taken; None when nothing is ready."""
+        for group in self.groups:
+            self._reserve_slot(group)
         closing = [g for g in self.groups if self._ready_to_close(g)]
         cohorts = dict.fromkeys(group.cohort for group in closing)
         close = self._close([c for c in cohorts if c.pairs and c.is_accumulated])
@@ -230,8 +240,14 @@ class Schedule:
 
     # -- prompts --------------------------------------------------------------------------------
 
+    def _reserve_slot(self, group: Group) -> None:
+        """Gives a group that has yet to run its prompt a free slot at home."""
+        is_waiting = bool(group.prefix_bucket) and not group.slots and not group.is_accumulated
+        if is_waiting and self._free_slots[group.home]:
+            group.slots[group.home] = self._free_slots[group.home].pop()
+
     def _needs_prompt(self, group: Group) -> bool:
-        return bool(group.prefix_bucket) and not group.is_closed and group.home not in group.loaded
+        return group.home in group.slots and group.home not in group.loaded
 
     def _prompts(self, groups: Sequence[Group], *, is_backward: bool) -> PromptWork | None:
         """One prompt a replica, all of the bucket of the first group."""
@@ -248,7 +264,7 @@ class Schedule:
     def _spread(self, best: FoldWork) -> PromptWork | None:
         """Loads a busy group's prompt on idle replicas, where that is sooner than waiting."""
         loads = [len(lanes) for lanes in best.replicas]
-        if not best.prefix_bucket or max(loads) - min(loads) < 2:
+        if self._is_local or not best.prefix_bucket or max(loads) - min(loads) < 2:
             return None
         saved = (max(loads) - -(-sum(loads) // len(loads))) * best.bucket
         if saved < best.prefix_bucket / 3:  # a forward pass is a third of a gradient
@@ -317,6 +333,8 @@ class Schedule:
             capacity=self._lanes_per_call(bucket),
             pairs_per_call=self._pairs_per_call,
             free_pairs=self._free_pairs,
+            paired=self._paired,
+            is_local=self._is_local,
         )
         counts: dict[int, int] = {}
         for group, _, _ in ready:
@@ -324,7 +342,7 @@ class Schedule:
         for group, members, path in sorted(
             ready, key=lambda r: (r[2] is Path.STREAM, -counts[r[0].group_id], r[0].group_id)
         ):
-            if path is Path.STREAM and not filling.can_stream(group):
+            if path in self._paired and not filling.has_pair(group):
                 for member in members:
                     member.was_held = True
             else:
@@ -371,11 +389,12 @@ class Schedule:
 
     def _bound(self, group: Group, member: Member, held: Held) -> LaneWork | None:
         """Where a held gradient goes; None while it must wait for a pair on its replica."""
-        if member.reward is None or group.is_complete:
+        path = Path.DIRECT if group.is_complete else Path.STREAM
+        if member.reward is None or path not in self._paired:
             return LaneWork(group=group, members=(member,), path=Path.DIRECT)
         free = self._free_pairs[held.replica]
         pair = group.cohort.pairs.get(held.replica, min(free, default=None))
         if pair is None:
             member.was_held = True
             return None
-        return LaneWork(group=group, members=(member,), path=Path.STREAM, pair=pair)
+        return LaneWork(group=group, members=(member,), path=path, pair=pair)

@@ -112,6 +112,7 @@ class StepStatistics:
         is_empty: bool,
         grad_norm: float,
         learning_rate: float,
+        num_promotions: int = 0,
     ) -> UpdateReport:
         """The step's report, once its update is done."""
         members = [m for g in groups for m in g.members]
@@ -134,6 +135,7 @@ class StepStatistics:
             learning_rate=learning_rate,
             paths={path.value: sum(m.path is path for m in members) for path in FINAL_PATHS},
             num_held=sum(m.was_held for m in members),
+            num_promotions=num_promotions,
         )
 
 

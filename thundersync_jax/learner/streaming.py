@@ -12,14 +12,14 @@ The sums of a step are (batch, *terms): that of the score, and one for each of t
 `term_sums`, which has a denominator of its own. `programs.py` runs all but the last under
 shard_map, manual over `data`: they see one replica and cannot communicate with another. A
 coefficient of exactly 0 leaves its buffer alone, so a non-finite g stays out of it. Accumulators
-have at least float32.
+are a `Sum` of one kind; held gradients are floats in at least float32.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -28,8 +28,8 @@ from flax import struct
 
 from thundersync_jax.learner.buckets import Lanes, Prompts
 from thundersync_jax.learner.score import ScoreSettings, score
+from thundersync_jax.learner.sums import Sum, clear_at, fold_at, in_place
 from thundersync_jax.model.kv_cache import KeysValues
-from thundersync_jax.model.presets import TransformerConfig
 from thundersync_jax.model.transformer import keys_values
 
 Params = Any  # a pytree of arrays; the model alone knows its structure
@@ -41,15 +41,23 @@ class PromptSlots(struct.PyTreeNode):
 
     Attributes:
       kv: [S, L, P, K, H] in the model's dtype.
-      adjoint1, adjoint2: [S, L, P, K, H] in at least float32; the prompt's shares of G1 and G2,
+      adjoint1, adjoint2: sums of KeysValues [S, L, P, K, H]; the prompt's shares of G1 and G2,
         to be differentiated through the prompt when the group closes.
       terms: the same, the prompt's share of each term sum.
     """
 
     kv: KeysValues
-    adjoint1: KeysValues
-    adjoint2: KeysValues
-    terms: tuple[KeysValues, ...] = ()
+    adjoint1: Sum
+    adjoint2: Sum
+    terms: tuple[Sum, ...] = ()
+
+    @property
+    def adjoints(self) -> tuple[Sum, ...]:
+        return (self.adjoint1, self.adjoint2, *self.terms)
+
+    def with_adjoints(self, adjoints: Sequence[Sum]) -> Self:
+        first, second, *terms = adjoints
+        return self.replace(adjoint1=first, adjoint2=second, terms=tuple(terms))
 
 
 def zeros_like_params(params: Params) -> Params:
@@ -59,67 +67,16 @@ def zeros_like_params(params: Params) -> Params:
     )
 
 
-def empty_slots(
-    model: TransformerConfig, num_slots: int, length: int, num_terms: int = 0
-) -> PromptSlots:
-    shape = (num_slots, model.num_layers, length, model.num_kv_heads, model.head_dim)
-    wide = jnp.promote_types(model.dtype, jnp.float32)
-
-    def zeros(dtype: Any) -> KeysValues:
-        return KeysValues(keys=jnp.zeros(shape, dtype), values=jnp.zeros(shape, dtype))
-
-    return PromptSlots(
-        kv=zeros(model.dtype),
-        adjoint1=zeros(wide),
-        adjoint2=zeros(wide),
-        terms=tuple(zeros(wide) for _ in range(num_terms)),
-    )
-
-
-def fold(acc: Params, coefficient: jax.Array, grad: Params) -> Params:
-    """acc + coefficient * grad; with a coefficient of 0 the accumulator is not even read."""
-
-    def add(acc: Params) -> Params:
-        return jax.tree.map(
-            lambda a, g: a + coefficient.astype(a.dtype) * g.astype(a.dtype), acc, grad
-        )
-
-    return in_place(coefficient != 0, add, acc)
-
-
-def in_place(is_wanted: jax.Array, change: Callable[[Params], Params], buffers: Params) -> Params:
-    """`change(buffers)` where wanted; otherwise the buffers are not even read.
-
-    A loop of one round or none: XLA updates its carry in place everywhere, while the branches of a
-    conditional copy theirs on the CPU.
-    """
-    rounds = is_wanted.astype(jnp.int32)
-    return jax.lax.fori_loop(0, rounds, lambda _, buffers: change(buffers), buffers)
-
-
-def fold_at(
-    acc: KeysValues, slot: jax.Array, coefficient: jax.Array, grad: KeysValues
-) -> KeysValues:
-    """`fold` into one slot of [S, ...], the slots of shorter prompts zero beyond the gradient."""
-
-    def add(a: jax.Array, g: jax.Array) -> jax.Array:
-        length = g.shape[1]
-        part = a[slot, :, :length]
-        return a.at[slot, :, :length].set(fold(part, coefficient, g))
-
-    return jax.tree.map(add, acc, grad)
-
-
 def accumulate(
     settings: ScoreSettings,
     prefix_bucket: int,
     params: Params,
-    buffers: tuple[Params, ...],
+    buffers: tuple[Sum, ...],
     slots: PromptSlots | None,
     coefficients: jax.Array,
     pair_coefficients: jax.Array,
     lanes: Lanes,
-) -> tuple[tuple[Params, ...], PromptSlots | None, jax.Array]:
+) -> tuple[tuple[Sum, ...], PromptSlots | None, jax.Array]:
     """Folds the gradients of the filled lanes into every buffer.
 
     Args:
@@ -147,12 +104,13 @@ def accumulate(
         is_finite = jnp.stack([jnp.all(jnp.isfinite(g)) for g in leaves]).all()
         stats = stats.at[:, lane].set(jnp.stack([gap_sum, gap_max, is_finite]))
         buffers = tuple(
-            fold(acc, coefficients[b, lane], grads[b if b < len(grads) else 0][0])
+            acc.fold(coefficients[b, lane], grads[b if b < len(grads) else 0][0])
             for b, acc in enumerate(buffers)
         )
         if slots is not None:
             slot, pair = lanes.adjoint_slot[lane], pair_coefficients[:, lane]
             (_, prefix_grad), *terms = grads
+            prefix_grad = slots.adjoint2.snapped(prefix_grad)  # as if it had been held
             slots = slots.replace(
                 adjoint1=fold_at(slots.adjoint1, slot, pair[0], prefix_grad),
                 adjoint2=fold_at(slots.adjoint2, slot, pair[1], prefix_grad),
@@ -184,24 +142,20 @@ class Binding(struct.PyTreeNode):
 
 
 def bind(
-    held: Params, buffers: tuple[Params, ...], slots: PromptSlots | None, binding: Binding
-) -> tuple[Params, tuple[Params, ...], PromptSlots | None]:
+    held: Sum, buffers: tuple[Sum, ...], slots: PromptSlots | None, binding: Binding
+) -> tuple[Sum, tuple[Sum, ...], PromptSlots | None]:
     """Folds a held gradient into the buffers, and zeroes it."""
-    buffers = tuple(fold(acc, binding.coefficients[b], held) for b, acc in enumerate(buffers))
+    grad = held.read()
+    buffers = tuple(acc.fold(binding.coefficients[b], grad) for b, acc in enumerate(buffers))
     held = jax.tree.map(lambda h: jnp.where(binding.is_used, 0, h), held)
     if slots is None:
         return held, buffers, None
-    share = jax.tree.map(lambda x: x[binding.held_slot], slots.adjoint1)
+    share = slots.adjoint2.part(binding.held_slot, None).read()
     first, second = binding.pair_coefficients
-    adjoint1 = fold_at(slots.adjoint1, binding.slot, first, share)
-
-    def clear(adjoint: jax.Array) -> jax.Array:
-        kept = jnp.where(binding.is_used, 0, adjoint[binding.held_slot])
-        return adjoint.at[binding.held_slot].set(kept)
-
+    adjoint2 = fold_at(slots.adjoint2, binding.slot, second, share)
     slots = slots.replace(
-        adjoint1=jax.tree.map(clear, adjoint1),
-        adjoint2=fold_at(slots.adjoint2, binding.slot, second, share),
+        adjoint1=fold_at(slots.adjoint1, binding.slot, first, share),
+        adjoint2=clear_at(adjoint2, binding.held_slot, None, binding.is_used),
     )
     return held, buffers, slots
 
@@ -216,30 +170,24 @@ def prompt_forward(
     """
     bucket = prompts.tokens.shape[0]
     kv = _prompt_kv(settings, params, prompts)
+    is_used = prompts.length > 0
 
-    def store(all_slots: jax.Array, new: jax.Array | float) -> jax.Array:
+    def store(all_slots: jax.Array, new: jax.Array) -> jax.Array:
         old = all_slots[prompts.slot, :, :bucket]
-        return all_slots.at[prompts.slot, :, :bucket].set(jnp.where(prompts.length > 0, new, old))
+        return all_slots.at[prompts.slot, :, :bucket].set(jnp.where(is_used, new, old))
 
-    def zero(all_slots: KeysValues) -> KeysValues:
-        return jax.tree.map(lambda x: store(x, 0.0), all_slots)
-
-    return PromptSlots(
-        kv=jax.tree.map(store, slots.kv, kv),
-        adjoint1=zero(slots.adjoint1),
-        adjoint2=zero(slots.adjoint2),
-        terms=tuple(zero(share) for share in slots.terms),
-    )
+    cleared = [clear_at(acc, prompts.slot, bucket, is_used) for acc in slots.adjoints]
+    return slots.replace(kv=jax.tree.map(store, slots.kv, kv)).with_adjoints(cleared)
 
 
 def prompt_backward(
     settings: ScoreSettings,
     params: Params,
-    sums: tuple[Params, ...],
+    sums: tuple[Sum, ...],
     slots: PromptSlots,
     coefficients: jax.Array,
     prompts: Prompts,
-) -> tuple[Params, ...]:
+) -> tuple[Sum, ...]:
     """Adds the prompt's share of its group's gradient: one backward with the combined adjoint, and
     one for each term sum.
 
@@ -260,70 +208,67 @@ def prompt_backward(
 
     def combined(k1: jax.Array, k2: jax.Array) -> jax.Array:
         a, b = coefficients.astype(k1.dtype)
-        return a * k1[prompts.slot, :, :bucket] + b * k2[prompts.slot, :, :bucket]
+        return a * k1 + b * k2
 
-    is_used = jnp.any(coefficients != 0) & (prompts.length > 0)
-    grad = pulled_back(jax.tree.map(combined, slots.adjoint1, slots.adjoint2))
-    batch = fold(sums[0], is_used.astype(coefficients.dtype), grad)
-    terms = []
-    for total, adjoint in zip(sums[1:], slots.terms, strict=True):
-        grad = pulled_back(jax.tree.map(lambda a: a[prompts.slot, :, :bucket], adjoint))
-        terms.append(fold(total, (prompts.length > 0).astype(coefficients.dtype), grad))
-    return (batch, *terms)
+    first, second, *others = [acc.part(prompts.slot, bucket).read() for acc in slots.adjoints]
+    is_used = prompts.length > 0
+    is_scored = is_used & jnp.any(coefficients != 0)
+    batch, *terms = sums
+    grad = pulled_back(jax.tree.map(combined, first, second))
+    batch = batch.fold(is_scored.astype(coefficients.dtype), grad)
+    return batch, *(
+        acc.fold(is_used.astype(coefficients.dtype), pulled_back(adjoint))
+        for acc, adjoint in zip(terms, others, strict=True)
+    )
 
 
 def close_group(
-    batch: Params,
-    reward_score_grad: Params,
-    score_grad: Params,
+    batch: Sum,
+    reward_score_grad: Sum,
+    score_grad: Sum,
     coefficients: jax.Array,
     is_used: jax.Array,
-) -> tuple[Params, Params, Params]:
+) -> tuple[Sum, Sum, Sum]:
     """batch + a G1 + b G2 with (a, b) = `coefficients` [2], and the pair is zero again.
 
     Args:
       is_used: bool []; false leaves everything as it is.
     """
+    is_added = is_used & jnp.any(coefficients != 0)
+    batch = batch.close(coefficients, is_added, reward_score_grad, score_grad)
 
-    def add(batch: Params) -> Params:
-        def one(total: jax.Array, first: jax.Array, second: jax.Array) -> jax.Array:
-            a, b = coefficients.astype(total.dtype)
-            return total + (a * first + b * second)
+    def clear(pair: tuple[Sum, Sum]) -> tuple[Sum, Sum]:
+        first, second = pair
+        return first.cleared(), second.cleared()
 
-        return jax.tree.map(one, batch, reward_score_grad, score_grad)
-
-    batch = in_place(is_used & jnp.any(coefficients != 0), add, batch)
-    zero = functools.partial(jax.tree.map, jnp.zeros_like)
-    return batch, *in_place(is_used, zero, (reward_score_grad, score_grad))
+    return batch, *in_place(is_used, clear, (reward_score_grad, score_grad))
 
 
 def apply_update(
     optimizer: optax.GradientTransformation,
     master: Params,
     opt_state: optax.OptState,
-    sums: tuple[Params, ...],
+    sums: tuple[Sum, ...],
     denominators: jax.Array,
-) -> tuple[Params, optax.OptState, tuple[Params, ...], jax.Array]:
+) -> tuple[Params, optax.OptState, tuple[Sum, ...], jax.Array]:
     """Sums the replicas, divides each sum once, negates once, steps once.
 
     With a non-finite norm parameters and moments stay as they are.
 
     Args:
       master: parameters in the optimizer's precision.
-      sums: [R, ...] each, every replica's (batch, *terms): ascent directions.
+      sums: every replica's (batch, *terms), [R, ...]: ascent directions.
       denominators: [num_sums]; what arrived, of each.
 
     Returns:
       (master, opt_state, zeroed sums, norm of the normalised gradient before clipping).
     """
 
-    def descent(*parts: jax.Array) -> jax.Array:
-        by_sum = [
-            jnp.sum(g, axis=0) / d.astype(g.dtype) for g, d in zip(parts, denominators, strict=True)
-        ]
-        return -functools.reduce(jnp.add, by_sum)
+    def descent(*totals: jax.Array) -> jax.Array:
+        parts = [g / d.astype(g.dtype) for g, d in zip(totals, denominators, strict=True)]
+        return -functools.reduce(jnp.add, parts)
 
-    grads = jax.tree.map(descent, *sums)
+    grads = jax.tree.map(descent, *(acc.total() for acc in sums))
     norm = optax.tree.norm(grads)
 
     def step() -> tuple[Params, optax.OptState]:
@@ -331,7 +276,7 @@ def apply_update(
         return optax.apply_updates(master, updates), new_opt_state
 
     master, opt_state = jax.lax.cond(jnp.isfinite(norm), step, lambda: (master, opt_state))
-    return master, opt_state, jax.tree.map(jnp.zeros_like, sums), norm
+    return master, opt_state, tuple(acc.cleared() for acc in sums), norm
 
 
 def _prompt_kv(settings: ScoreSettings, params: Params, prompts: Prompts) -> KeysValues:

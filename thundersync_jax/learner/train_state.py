@@ -6,6 +6,7 @@ import dataclasses
 
 import optax
 
+from thundersync_jax.learner.grids import SumStart
 from thundersync_jax.learner.streaming import Params
 
 
@@ -16,8 +17,10 @@ class TrainState:
     Attributes:
       params, opt_state: pytrees of device arrays; donated to every update.
       policy_version: number of applied updates.
+      sums: what the step's sums begin with.
     """
 
     params: Params
     opt_state: optax.OptState
     policy_version: int = 0
+    sums: SumStart = dataclasses.field(default_factory=SumStart)

@@ -6,6 +6,8 @@ reference across a call.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import numpy as np
 
@@ -27,7 +29,7 @@ class TurnBuffers:
     def clear(self) -> None:
         """Begins with zeros again. Caches of finished trajectories need none: see turn_replay."""
         # Freed before their successors are made.
-        self.batch: Params = None
+        self.batch: Any = None  # a Sum
         self._caches: TrajectoryCaches | None = None
         self.batch = self._programs.accumulator()
         self._caches = self._programs.zero_caches()

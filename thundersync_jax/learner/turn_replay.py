@@ -32,7 +32,8 @@ from flax import struct
 
 from thundersync_jax.learner.buckets import Lanes
 from thundersync_jax.learner.score import ScoreSettings, sums_of
-from thundersync_jax.learner.streaming import STATISTICS, Params, fold, fold_at
+from thundersync_jax.learner.streaming import STATISTICS, Params
+from thundersync_jax.learner.sums import OrderedSum, Sum, fold_at
 from thundersync_jax.model.kv_cache import KeysValues
 from thundersync_jax.model.presets import TransformerConfig
 from thundersync_jax.model.transformer import forward_extending
@@ -89,11 +90,11 @@ def score_segment(
     settings: ScoreSettings,
     prefix_bucket: int,
     params: Params,
-    batch: Params,
+    batch: Sum,
     caches: TrajectoryCaches | None,
     ledger_weights: jax.Array,
     lanes: Lanes,
-) -> tuple[Params, TrajectoryCaches | None, jax.Array]:
+) -> tuple[Sum, TrajectoryCaches | None, jax.Array]:
     """Adds every lane's score gradient to the batch sum, and its adjoints to the ledger.
 
     Args:
@@ -133,10 +134,10 @@ def replay_segment(
     settings: ScoreSettings,
     prefix_bucket: int,
     params: Params,
-    batch: Params,
+    batch: Sum,
     caches: TrajectoryCaches,
     lanes: Lanes,
-) -> tuple[Params, TrajectoryCaches, jax.Array]:
+) -> tuple[Sum, TrajectoryCaches, jax.Array]:
     """Differentiates every lane's segment with its ledger as cotangent: no score, no logits.
 
     Arguments and results as of `score_segment`; the trajectory is closed, and the segments after
@@ -233,17 +234,18 @@ def _adjoint(
 
 
 def _add(
-    batch: Params,
+    batch: Sum,
     caches: TrajectoryCaches | None,
     lane: Lanes,
     grad: Params,
     prefix_grad: KeysValues | None,
-) -> tuple[Params, TrajectoryCaches | None, jax.Array]:
+) -> tuple[Sum, TrajectoryCaches | None, jax.Array]:
     """Folds a segment's gradients; and whether they are finite."""
     leaves = jax.tree.leaves((grad, prefix_grad))
     is_finite = jnp.stack([jnp.all(jnp.isfinite(g)) for g in leaves]).all()
     weight = _is_used(lane).astype(jnp.float32)
-    batch = fold(batch, weight, grad)
+    batch = batch.fold(weight, grad)
     if caches is not None and prefix_grad is not None:
-        caches = caches.replace(ledger=fold_at(caches.ledger, lane.slot, weight, prefix_grad))
+        ledger = fold_at(OrderedSum(values=caches.ledger), lane.slot, weight, prefix_grad)
+        caches = caches.replace(ledger=ledger.read())
     return batch, caches, is_finite

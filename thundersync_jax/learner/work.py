@@ -15,7 +15,7 @@ class LaneWork:
     Attributes:
       members: several only where one combination of their gradients is wanted: on the direct path,
         and of equal rewards.
-      pair: index of the cohort's pair on the lane's replica; STREAM only.
+      pair: index of the cohort's pair on the lane's replica; of paths that go through one.
       held: index of the held buffer on the lane's replica; AHEAD only.
     """
 
@@ -56,6 +56,12 @@ class FoldWork:
     def pairs(self) -> list[int]:
         """Indices of the pairs that the call adds to, besides the batch accumulator."""
         return _pairs(self.lanes)
+
+    @property
+    def kind(self) -> str:
+        """The path that most of the lanes take, for the work log."""
+        paths = [lane.path.value for lane in self.lanes]
+        return max(paths, key=paths.count)
 
     @property
     def num_tokens(self) -> int:

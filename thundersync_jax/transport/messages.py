@@ -206,6 +206,7 @@ class UpdateReport:
       teacher_kl_mean: distillation: the mean over scored tokens of log b - log q, of the sampler b
         and the teacher q.
       replayed_tokens: distillation: positions that ran once more than without turn streaming.
+      num_promotions: leaves of exact sums that met a gradient beyond their grid.
     """
 
     policy_version: int
@@ -224,3 +225,4 @@ class UpdateReport:
     num_held: int
     teacher_kl_mean: float = math.nan
     replayed_tokens: int = 0
+    num_promotions: int = 0
