@@ -69,7 +69,8 @@ def test_a_student_is_taught_by_turns_and_says_so(student: Path):
         assert sum(line["paths"].values()) == line["num_trajectories"] == 8
         assert line["logprob_gap_max"] < 1e-3  # sampler and learner have the same weights
     assert sum(line["paths"]["turns"] for line in lines) > 0
-    events = [json.loads(line)["event"] for line in (student / "events.jsonl").open()]
+    journal = (student / "events.jsonl").read_text().splitlines()
+    events = [json.loads(line)["event"] for line in journal]
     assert events.count("TurnScored") >= 24
 
 
