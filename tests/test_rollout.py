@@ -393,7 +393,7 @@ def test_others_are_not_charged_for_code_that_blocks_the_loop() -> None:
         key = TrajectoryKey(step=0, group=0, index=0)
         other = asyncio.create_task(run_phase("step 0", key, 0.1, lambda: asyncio.sleep(0.05, 7)))
         await asyncio.sleep(0.01)
-        time.sleep(0.3)
+        time.sleep(0.3)  # blocks the event loop, as code without await does
         assert await other == 7
 
     run(main())

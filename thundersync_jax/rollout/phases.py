@@ -95,7 +95,7 @@ def _describe(error: BaseException) -> str:
     name = type(error).__name__
     try:
         return f"{name}: {error}"
-    except Exception as fault:
+    except Exception as fault:  # whatever it raises: it must not leave this attempt
         return f"{name}, whose message raised {type(fault).__name__}"
 
 

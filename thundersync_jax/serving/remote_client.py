@@ -136,7 +136,7 @@ class RemotePolicyClient:
             case grpc.StatusCode.CANCELLED | grpc.StatusCode.RESOURCE_EXHAUSTED:
                 return (
                     f"{session}: the server at {self._address} did not take the turn ({cause}): "
-                    "too many are open, try again with fewer at a time"
+                    "it does so when too many are open, try again with fewer at a time"
                 )
             case grpc.StatusCode.UNAVAILABLE:
                 return f"{session}: the server at {self._address} is gone: {cause}"

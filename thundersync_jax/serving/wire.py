@@ -24,6 +24,9 @@ from thundersync_jax.transport.messages import SampleRequest, SamplingParams
 
 COLUMNS_PER_TOKEN = 3  # id, bits of the log-probability, policy version
 
+# What reading a header can raise; the last two of a huge number and of a deep nesting.
+_MALFORMED = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
+
 
 def encode_request(request: SampleRequest) -> Any:
     """The DecodeRequest of a turn; ServingError where a number has no place in it."""
@@ -67,10 +70,7 @@ def decode_request(header: str, max_tokens: int, token_ids: Sequence[int]) -> Sa
                 **sampling, stop_ids=stop_ids, stop_strings=stop_strings, max_tokens=max_tokens
             ),
         )
-    except (
-        *(ValueError, TypeError, KeyError, AttributeError),
-        *(OverflowError, RecursionError),  # a huge number, a deep nesting
-    ) as error:
+    except _MALFORMED as error:
         raise ServingError(
             f"session_cache = {header[:200]!r} is not the header of a turn "
             f"({type(error).__name__}: {error}); serving/wire.py makes it"
