@@ -22,6 +22,7 @@ import functools
 import math
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -29,7 +30,6 @@ from jax.sharding import Mesh
 
 from thundersync_jax.config_opd import OpdSection
 from thundersync_jax.config_sections import LearnerSection, OptimizerSection
-from thundersync_jax.learner.distillation_programs import CacheShapes, DistillationPrograms
 from thundersync_jax.learner.distillation_statistics import DistillationStatistics
 from thundersync_jax.learner.groups import Cohort, Group, LearnerError, Member, Stage
 from thundersync_jax.learner.memory import check_programs, plan_memory, room_of
@@ -46,6 +46,7 @@ from thundersync_jax.learner.token_checks import (
 )
 from thundersync_jax.learner.train_state import TrainState
 from thundersync_jax.learner.turn_buffers import TurnBuffers
+from thundersync_jax.learner.turn_programs import CacheShapes, TurnPrograms
 from thundersync_jax.learner.turn_schedule import (
     SegmentWork,
     StreamTurns,
@@ -108,11 +109,10 @@ class Distiller:
         stream_turns = StreamTurns(opd.stream_turns)
         num_caches = 0 if stream_turns is StreamTurns.NEVER else opd.num_caches
         caches = CacheShapes(num_caches=num_caches, length=config.buckets[-1])
-        steps = make_optimizer(optimizer)
-        make = functools.partial(DistillationPrograms, settings, steps, mesh, caches)
+        make = functools.partial(TurnPrograms, settings, make_optimizer(optimizer), mesh, caches)
         room = room_of(mesh.local_devices[0], reserved_bytes)
         plan, programs = plan_memory(self._config, room, make)
-        assert isinstance(programs, DistillationPrograms)
+        assert isinstance(programs, TurnPrograms)
         self.memory = plan.with_reserved(device_bytes(programs.caches))
         self._programs = programs
         master = programs.place_master(params)
@@ -131,6 +131,7 @@ class Distiller:
         self._log = WorkLog()
         self._postponed: SegmentWork | None = None
         self._buffers = TurnBuffers(programs)
+        self._batch: Any = programs.accumulator()  # a Sum
         self._begin_step()
 
     # -- what the caller enqueues ---------------------------------------------------------------
@@ -255,7 +256,7 @@ class Distiller:
         """
         self._finish()
         denominator = max(self._denominator(), 1.0)
-        return jax.tree.map(lambda g: -np.asarray(g) / denominator, self._buffers.batch.total())
+        return jax.tree.map(lambda g: -np.asarray(g) / denominator, self._batch.total())
 
     def update(self) -> UpdateReport:
         """Runs what is left, then normalises, clips and steps once; the next step starts empty.
@@ -292,6 +293,8 @@ class Distiller:
     def abandon(self) -> None:
         """Drops the step: every partial sum is gone, the train state is as before it."""
         self._log.take()
+        self._batch = None  # freed before its successor is made
+        self._batch = self._programs.accumulator()
         self._buffers.clear()
         self._begin_step()
 
@@ -324,7 +327,7 @@ class Distiller:
         return group, group.members[index]
 
     def _run(self, work: SegmentWork) -> None:
-        stats = self._buffers.run(self.params, work)
+        (self._batch,), stats = self._buffers.run(self.params, work, (self._batch,))
         for replica, filled in enumerate(work.replicas):
             for at, lane in enumerate(filled):
                 note = None if stats is None else note_of(stats, replica, at)
@@ -353,8 +356,8 @@ class Distiller:
     def _step(self, denominator: float) -> float:
         started_s = time.monotonic()
         state = self.state
-        state.params, state.opt_state, (self._buffers.batch,), norm = self._programs.update(
-            state.params, state.opt_state, (self._buffers.batch,), [denominator]
+        state.params, state.opt_state, (self._batch,), norm = self._programs.update(
+            state.params, state.opt_state, (self._batch,), [denominator]
         )
         self.params = None  # freed before its successor is made
         self.params = self._programs.gather(state.params)
