@@ -30,6 +30,8 @@ from thundersync_jax.learner.programs import Programs
 from thundersync_jax.learner.streaming import Binding, Params, PromptSlots
 from thundersync_jax.learner.sums import Sum
 from thundersync_jax.learner.train_state import TrainState
+from thundersync_jax.learner.turn_buffers import TurnBuffers
+from thundersync_jax.learner.turn_schedule import SegmentWork
 from thundersync_jax.learner.work import BindWork, CloseWork, FoldWork, LaneWork, PromptWork
 from thundersync_jax.losses.objective import Objective
 
@@ -44,6 +46,7 @@ class Accumulators:
       pairs: the pool of pairs (G1, G2).
       num_held: gradients that every replica can hold ahead of their verdicts. The last `num_held`
         prompt slots take the prompt's shares of them.
+      turns: the caches of trajectories whose turns run ahead of their content, if any do.
       start: what the sums begin their first step with.
     """
 
@@ -55,8 +58,10 @@ class Accumulators:
         num_held: int,
         objective: Objective,
         start: SumStart,
+        turns: TurnBuffers | None = None,
     ) -> None:
         self._programs = programs
+        self._turns = turns
         self._pairs = pairs
         self._num_held = num_held
         self._objective = objective
@@ -71,6 +76,8 @@ class Accumulators:
         self._held: list[Sum] = []
         self._slots: PromptSlots | None = None
         self._pairs.clear()
+        if self._turns is not None:
+            self._turns.clear()
         self._held = [self._programs.held() for _ in range(self._num_held)]
         self._slots = self._programs.prompt_slots()
         self.sums = tuple(self._programs.accumulator() for _ in self._sum_names)
@@ -167,6 +174,13 @@ class Accumulators:
         self._slots = slots if work.prefix_bucket else self._slots
         return np.asarray(stats)
 
+    def run_turns(self, params: Params, work: SegmentWork) -> np.ndarray | None:
+        """Folds turns into their trajectories' held gradients; returns as `TurnBuffers.run`."""
+        assert self._turns is not None
+        held, stats = self._turns.run(params, work, tuple(self._held))
+        self._held = list(held)
+        return stats
+
     def bind(self, work: BindWork) -> None:
         """Folds the held gradients whose verdicts came, and drops those that failed."""
         reached, pairs = self._pairs.reach(work.pairs)
@@ -259,7 +273,8 @@ class Accumulators:
                 weights[0] = 1.0
             case _:
                 closing = lane.group.cohort.closing
-                weights[0] = closing.scale * closing.advantages[lane.member]
+                advantage = closing.advantages[lane.member]
+                weights[0] = closing.scale * advantage * lane.member.held_scale
         return weights
 
     def _pair_coefficients(self, lane: LaneWork) -> tuple[float, float]:
@@ -271,9 +286,10 @@ class Accumulators:
         cohort = lane.group.cohort
         if self._has_advantages(lane):
             return cohort.closing.unit()
-        reward = lane.members[0].reward  # a packed lane that streams has one reward
-        assert reward is not None and cohort.center is not None
-        return reward - cohort.center, 1.0
+        member = lane.members[0]  # a packed lane that streams has one reward
+        assert member.reward is not None and cohort.center is not None
+        scale = member.held_scale
+        return scale * (member.reward - cohort.center), scale
 
     def _has_advantages(self, lane: LaneWork) -> bool:
         """Its gradient contains them: its score reads them, or one pass serves several members."""

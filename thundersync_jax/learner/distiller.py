@@ -34,7 +34,6 @@ from thundersync_jax.learner.distillation_statistics import DistillationStatisti
 from thundersync_jax.learner.groups import Cohort, Group, LearnerError, Member, Stage
 from thundersync_jax.learner.memory import check_programs, plan_memory, room_of
 from thundersync_jax.learner.optimizer import learning_rate_schedule, make_optimizer
-from thundersync_jax.learner.placement import device_bytes
 from thundersync_jax.learner.program_names import distillation_program_names
 from thundersync_jax.learner.score import ScoreSettings
 from thundersync_jax.learner.statistics import NonFiniteGradientError, note_of
@@ -111,9 +110,8 @@ class Distiller:
         caches = CacheShapes(num_caches=num_caches, length=config.buckets[-1])
         make = functools.partial(TurnPrograms, settings, make_optimizer(optimizer), mesh, caches)
         room = room_of(mesh.local_devices[0], reserved_bytes)
-        plan, programs = plan_memory(self._config, room, make)
+        self.memory, programs = plan_memory(self._config, room, make)
         assert isinstance(programs, TurnPrograms)
-        self.memory = plan.with_reserved(device_bytes(programs.caches))
         self._programs = programs
         master = programs.place_master(params)
         self.state = TrainState(params=master, opt_state=programs.init_opt_state(master))

@@ -23,7 +23,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
@@ -31,22 +31,27 @@ from jax.sharding import Mesh
 
 from thundersync_jax.config_sections import LearnerSection, OptimizerSection
 from thundersync_jax.learner.accumulators import Accumulators
-from thundersync_jax.learner.buckets import bucket_of, make_example
+from thundersync_jax.learner.buckets import bucket_of
+from thundersync_jax.learner.contents import Contents
 from thundersync_jax.learner.groups import Group, LearnerError, Member, Stage, denominators
 from thundersync_jax.learner.memory import check_programs, plan_memory, room_of
 from thundersync_jax.learner.optimizer import learning_rate_schedule, make_optimizer
 from thundersync_jax.learner.pairs import Pairs
-from thundersync_jax.learner.program_names import program_names
+from thundersync_jax.learner.program_names import Shapes, program_names
 from thundersync_jax.learner.programs import Programs
 from thundersync_jax.learner.reduction import REDUCTIONS
 from thundersync_jax.learner.schedule import Schedule
 from thundersync_jax.learner.score import ScoreSettings
 from thundersync_jax.learner.statistics import NonFiniteGradientError, StepStatistics, note_of
 from thundersync_jax.learner.streaming import Params
-from thundersync_jax.learner.token_checks import check_ids, check_length, check_prompt
+from thundersync_jax.learner.token_checks import check_prompt
 from thundersync_jax.learner.train_state import TrainState
+from thundersync_jax.learner.turn_buffers import TurnBuffers
+from thundersync_jax.learner.turn_programs import TurnPrograms, held_caches
+from thundersync_jax.learner.turn_schedule import SegmentWork, StreamTurns, TurnSchedule
 from thundersync_jax.learner.work import BindWork, CloseWork, FoldWork, PromptWork, Work
 from thundersync_jax.learner.work_log import WorkLog
+from thundersync_jax.losses.objective_check import check_turns
 from thundersync_jax.losses.objectives import make_objective
 from thundersync_jax.model.presets import TransformerConfig
 from thundersync_jax.sharding import MeshShape, make_mesh
@@ -90,7 +95,12 @@ class Learner:
         )
         mesh = mesh or make_mesh(MeshShape(), jax.devices()[:1])
         room = room_of(mesh.local_devices[0], reserved_bytes)
-        make = functools.partial(Programs, settings, make_optimizer(optimizer), mesh)
+        parts = (settings, make_optimizer(optimizer), mesh)
+        make: Callable[[Shapes], Programs] = functools.partial(Programs, *parts)
+        if config.stream_turns != "never":
+            check_turns(self._objective)
+        if config.has_turns:
+            make = functools.partial(TurnPrograms, *parts, held_caches(config))
         self.memory, programs = plan_memory(config, room, make)
         config, shapes = self.memory.config, programs.shapes
         self._config, self._programs = config, programs
@@ -110,8 +120,12 @@ class Learner:
             num_held=config.held_gradients,
             objective=self._objective,
             start=self.state.sums,
+            turns=TurnBuffers(programs) if isinstance(programs, TurnPrograms) else None,
         )
         self._schedule = self._make_schedule()
+        self._contents = Contents(
+            self._objective, config, self._vocab_size, self._schedule.turns.grow
+        )
         self._next_group_id = 0
         self._log = WorkLog()
         self._postponed: Work | None = None
@@ -148,30 +162,19 @@ class Learner:
         return group_id
 
     def add_turn(self, group: int, index: int, turn: ScoredTurn) -> None:
-        """Turns arrive where a teacher scores them: `Distiller`. Raises LearnerError."""
-        found, member = self._find(group, index)
-        raise LearnerError(
-            f"{found.name(member)}: a scored turn came, and no teacher is configured: set "
-            "opd.teacher"
-        )
+        """Gives a growing trajectory its next turn; with `learner.stream_turns` it may run before
+        the content is final. Raises LearnerError; then nothing has changed.
+
+        Args:
+          turn: not scored by a teacher: `Distiller` takes those.
+        """
+        self._contents.add_turn(*self._find(group, index), turn)
 
     def add_trajectory(self, group: int, index: int, tokens: TrajectoryTokens) -> None:
         """Gives a trajectory its final content. Raises LearnerError; then nothing has changed."""
         found, member = self._find(group, index)
-        check_ids(found.name(member), tokens.token_ids, self._vocab_size)
-        is_shared = bool(found.prefix_bucket)
-        try:
-            example = make_example(found.prompt_ids, tokens, self._objective, is_shared=is_shared)
-        except ValueError as error:
-            raise LearnerError(f"{found.name(member)}: {error}") from None
-        length = example.prefix_length + example.num_positions
-        check_length(found.name(member), length, self._config.buckets[-1])
-        member.advance(Stage.CONTENT, found.name(member))
-        member.example = example
-        member.num_action_tokens = tokens.num_action_tokens
-        if example.num_positions:
-            member.bucket = bucket_of(example.num_positions, self._config.buckets)
-            member.owes_terms = bool(self._objective.term_sums)
+        self._contents.add_trajectory(found, member, tokens)
+        self._schedule.turns.end(member)
 
     def set_reward(self, group: int, index: int, reward: float) -> None:
         """Gives a trajectory its verdict. Raises LearnerError or TrajectoryError; then nothing has
@@ -299,6 +302,20 @@ class Learner:
             pack_buckets=[b for b in config.buckets if b <= config.pack_tokens],
             paired=self._reduction.paired,
             is_local=self._reduction.is_local,
+            turns=self._make_turn_schedule(),
+        )
+
+    def _make_turn_schedule(self) -> TurnSchedule | None:
+        config, programs = self._config, self._programs
+        if config.stream_turns == "never":
+            return None
+        return TurnSchedule(
+            num_replicas=programs.num_replicas,
+            num_caches=config.num_turn_caches if config.has_turns else 0,
+            buckets=config.buckets,
+            prefix_buckets=config.buckets[-1:],
+            lanes_per_call=programs.lanes_per_call,
+            stream_turns=StreamTurns.IDLE,
         )
 
     def _begin_step(self) -> None:
@@ -340,6 +357,14 @@ class Learner:
                 for lane in filter(None, bound):
                     statistics.release(lane)
                 return "bind", 0, len(bound) - bound.count(None)
+            case SegmentWork(kind=kind):
+                notes = buffers.run_turns(params, work)
+                for replica, turns in enumerate(work.replicas):
+                    for at, turn in enumerate(turns):
+                        note = None if notes is None else note_of(notes, replica, at)
+                        member = self._schedule.turns.member_of(turn.sequence)
+                        statistics.add_turn(member, kind, turn, note)
+                return kind.value, work.bucket, len(work.lanes)
             case FoldWork():
                 stats = buffers.fold(params, work)
                 for replica, filled in enumerate(work.replicas):
