@@ -108,25 +108,27 @@ class Accumulators:
         """A copy of what the update divides."""
         return jax.device_get(tuple(jax.jit(type(acc).total)(acc) for acc in self.sums))
 
-    def update(
-        self, state: TrainState, denominators: Sequence[float], rewards: Sequence[float]
-    ) -> tuple[float, SumStart]:
-        """Steps once along the sums, which are zero then.
+    def update(self, state: TrainState, denominators: Sequence[float]) -> jax.Array:
+        """Steps once along the sums, which are zero then; returns the gradient's norm.
 
         Args:
           state: its arrays are donated and replaced.
           denominators: of every sum.
-          rewards: of all trajectories that have one.
-
-        Returns:
-          The gradient's norm, and what the next step begins with.
         """
         for name, acc in zip(self._sum_names, self.sums, strict=True):
             self._grids.note_total(name, acc.grid)
         state.params, state.opt_state, self.sums, norm = self._programs.update(
             state.params, state.opt_state, self.sums, denominators
         )
-        return float(norm), self._grids.next_start(rewards)  # blocks until it is complete
+        return norm
+
+    def next_start(self, rewards: Sequence[float]) -> SumStart:
+        """What the next step begins with, after the update.
+
+        Args:
+          rewards: of all trajectories that have one.
+        """
+        return self._grids.next_start(rewards)
 
     def fold(self, params: Params, work: FoldWork) -> np.ndarray:
         """Runs one accumulate call; returns what it says of its lanes, [R, STATISTICS, K]."""

@@ -6,6 +6,7 @@ reference across a call.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from thundersync_jax.learner.buckets import LaneItem, pad_lanes
 from thundersync_jax.learner.distillation_programs import PART, DistillationPrograms
 from thundersync_jax.learner.program_names import Turn
 from thundersync_jax.learner.streaming import Params
+from thundersync_jax.learner.train_state import TrainState
 from thundersync_jax.learner.turn_replay import TrajectoryCaches
 from thundersync_jax.learner.turn_schedule import SegmentKind, SegmentLane, SegmentWork
 
@@ -33,6 +35,22 @@ class TurnBuffers:
         self._caches: TrajectoryCaches | None = None
         self.batch = self._programs.accumulator()
         self._caches = self._programs.zero_caches()
+
+    def totals(self) -> tuple[Params, ...]:
+        """A copy of what the update divides."""
+        return (jax.device_get(self.batch.total()),)
+
+    def update(self, state: TrainState, denominators: Sequence[float]) -> jax.Array:
+        """Steps once along the batch sum, which is zero then; returns the gradient's norm.
+
+        Args:
+          state: its arrays are donated and replaced.
+          denominators: that of the batch sum.
+        """
+        state.params, state.opt_state, (self.batch,), norm = self._programs.update(
+            state.params, state.opt_state, (self.batch,), denominators
+        )
+        return norm
 
     def run(self, params: Params, work: SegmentWork) -> np.ndarray | None:
         """Runs one call to its completion; what it says of its lanes, [R, STATISTICS, K]."""
