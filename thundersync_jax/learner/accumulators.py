@@ -30,7 +30,7 @@ from thundersync_jax.learner.programs import Programs
 from thundersync_jax.learner.streaming import Binding, Params, PromptSlots
 from thundersync_jax.learner.sums import Sum
 from thundersync_jax.learner.train_state import TrainState
-from thundersync_jax.learner.turn_buffers import TurnBuffers
+from thundersync_jax.learner.turn_buffers import TurnCaches
 from thundersync_jax.learner.turn_schedule import SegmentWork
 from thundersync_jax.learner.work import BindWork, CloseWork, FoldWork, LaneWork, PromptWork
 from thundersync_jax.losses.objective import Objective
@@ -58,7 +58,7 @@ class Accumulators:
         num_held: int,
         objective: Objective,
         start: SumStart,
-        turns: TurnBuffers | None = None,
+        turns: TurnCaches | None = None,
     ) -> None:
         self._programs = programs
         self._turns = turns
@@ -115,25 +115,27 @@ class Accumulators:
         """A copy of what the update divides."""
         return jax.device_get(tuple(jax.jit(type(acc).total)(acc) for acc in self.sums))
 
-    def update(
-        self, state: TrainState, denominators: Sequence[float], rewards: Sequence[float]
-    ) -> tuple[float, SumStart]:
-        """Steps once along the sums, which are zero then.
+    def update(self, state: TrainState, denominators: Sequence[float]) -> jax.Array:
+        """Steps once along the sums, which are zero then; returns the gradient's norm.
 
         Args:
           state: its arrays are donated and replaced.
           denominators: of every sum.
-          rewards: of all trajectories that have one.
-
-        Returns:
-          The gradient's norm, and what the next step begins with.
         """
         for name, acc in zip(self._sum_names, self.sums, strict=True):
             self._grids.note_total(name, acc.grid)
         state.params, state.opt_state, self.sums, norm = self._programs.update(
             state.params, state.opt_state, self.sums, denominators
         )
-        return float(norm), self._grids.next_start(rewards)  # blocks until it is complete
+        return norm
+
+    def next_start(self, rewards: Sequence[float]) -> SumStart:
+        """What the next step begins with, after the update.
+
+        Args:
+          rewards: of all trajectories that have one.
+        """
+        return self._grids.next_start(rewards)
 
     def fold(self, params: Params, work: FoldWork) -> np.ndarray:
         """Runs one accumulate call; returns what it says of its lanes, [R, STATISTICS, K]."""
@@ -175,7 +177,7 @@ class Accumulators:
         return np.asarray(stats)
 
     def run_turns(self, params: Params, work: SegmentWork) -> np.ndarray | None:
-        """Folds turns into their trajectories' held gradients; returns as `TurnBuffers.run`."""
+        """Folds turns into their trajectories' held gradients; returns as `TurnCaches.run`."""
         assert self._turns is not None
         held, stats = self._turns.run(params, work, tuple(self._held))
         self._held = list(held)

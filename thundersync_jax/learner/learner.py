@@ -21,50 +21,50 @@ Which work is released when (stream or barrier) is the caller's decision: in bar
 from __future__ import annotations
 
 import functools
-import math
-import time
 from collections.abc import Callable, Sequence
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from thundersync_jax.config_sections import LearnerSection, OptimizerSection
 from thundersync_jax.learner.accumulators import Accumulators
+from thundersync_jax.learner.base import BaseLearner
 from thundersync_jax.learner.buckets import bucket_of
 from thundersync_jax.learner.contents import Contents
-from thundersync_jax.learner.groups import Group, LearnerError, Member, Stage, denominators
-from thundersync_jax.learner.memory import check_programs, plan_memory, room_of
-from thundersync_jax.learner.optimizer import learning_rate_schedule, make_optimizer
+from thundersync_jax.learner.groups import Group, LearnerError, Member, denominators
+from thundersync_jax.learner.memory import plan_memory, room_of
+from thundersync_jax.learner.optimizer import make_optimizer
 from thundersync_jax.learner.pairs import Pairs
-from thundersync_jax.learner.program_names import Shapes, program_names
+from thundersync_jax.learner.program_names import Name, Shapes, program_names
 from thundersync_jax.learner.programs import Programs
 from thundersync_jax.learner.reduction import REDUCTIONS
 from thundersync_jax.learner.schedule import Schedule
 from thundersync_jax.learner.score import ScoreSettings
-from thundersync_jax.learner.statistics import NonFiniteGradientError, StepStatistics, note_of
+from thundersync_jax.learner.statistics import StepStatistics, note_of
 from thundersync_jax.learner.streaming import Params
 from thundersync_jax.learner.token_checks import check_prompt
-from thundersync_jax.learner.train_state import TrainState
-from thundersync_jax.learner.turn_buffers import TurnBuffers
+from thundersync_jax.learner.turn_buffers import TurnCaches
 from thundersync_jax.learner.turn_programs import TurnPrograms, held_caches
 from thundersync_jax.learner.turn_schedule import SegmentWork, StreamTurns, TurnSchedule
 from thundersync_jax.learner.work import BindWork, CloseWork, FoldWork, PromptWork, Work
-from thundersync_jax.learner.work_log import WorkLog
 from thundersync_jax.losses.objective_check import check_turns
 from thundersync_jax.losses.objectives import make_objective
 from thundersync_jax.model.presets import TransformerConfig
 from thundersync_jax.sharding import MeshShape, make_mesh
-from thundersync_jax.trajectory import ScoredTurn, TrajectoryError, TrajectoryTokens, check_reward
-from thundersync_jax.transport.messages import UpdateReport, WorkItem
+from thundersync_jax.trajectory import ScoredTurn, TrajectoryTokens
+from thundersync_jax.transport.messages import UpdateReport
 
 
 class OpenGroupsError(LearnerError):
     """`update` was called while trajectories have no verdict or no gradient yet; names them."""
 
 
-class Learner:
+class Learner(BaseLearner[Work]):
     """See the module's docstring."""
+
+    _schedule: Schedule
+    _buffers: Accumulators
+    _statistics: StepStatistics
 
     def __init__(
         self,
@@ -85,7 +85,6 @@ class Learner:
           reserved_bytes: of every device, for others.
         """
         self._vocab_size = model.vocab_size
-        self._rates = learning_rate_schedule(optimizer)
         self._objective = make_objective(config.objective, config.objective_options)
         settings = ScoreSettings(
             model=model,
@@ -101,13 +100,11 @@ class Learner:
             check_turns(self._objective)
         if config.has_turns:
             make = functools.partial(TurnPrograms, *parts, held_caches(config))
-        self.memory, programs = plan_memory(config, room, make)
-        config, shapes = self.memory.config, programs.shapes
-        self._config, self._programs = config, programs
+        memory, programs = plan_memory(config, room, make)
+        super().__init__(programs, memory, optimizer, params)
+        config, shapes = memory.config, programs.shapes
+        self._config = config
         self._reduction = REDUCTIONS[config.reduction]
-        master = programs.place_master(params)
-        self.state = TrainState(params=master, opt_state=programs.init_opt_state(master))
-        self.params: Params = programs.gather(master)
         pairs = Pairs(
             programs.accumulator,
             size=config.pool_size,
@@ -120,15 +117,11 @@ class Learner:
             num_held=config.held_gradients,
             objective=self._objective,
             start=self.state.sums,
-            turns=TurnBuffers(programs) if isinstance(programs, TurnPrograms) else None,
+            turns=TurnCaches(programs) if isinstance(programs, TurnPrograms) else None,
         )
         self._schedule = self._make_schedule()
-        self._contents = Contents(
-            self._objective, config, self._vocab_size, self._schedule.turns.grow
-        )
-        self._next_group_id = 0
-        self._log = WorkLog()
-        self._postponed: Work | None = None
+        grow = self._schedule.turns.grow
+        self._contents = Contents(self._objective, config, self._vocab_size, grow)
         self._begin_step()
 
     # -- what the caller enqueues ---------------------------------------------------------------
@@ -168,124 +161,14 @@ class Learner:
         Args:
           turn: not scored by a teacher: `Distiller` takes those.
         """
-        self._contents.add_turn(*self._find(group, index), turn)
+        found, member = self._find(group, index)
+        self._contents.add_turn(found, member, turn)
 
     def add_trajectory(self, group: int, index: int, tokens: TrajectoryTokens) -> None:
         """Gives a trajectory its final content. Raises LearnerError; then nothing has changed."""
         found, member = self._find(group, index)
         self._contents.add_trajectory(found, member, tokens)
         self._schedule.turns.end(member)
-
-    def set_reward(self, group: int, index: int, reward: float) -> None:
-        """Gives a trajectory its verdict. Raises LearnerError or TrajectoryError; then nothing has
-        changed.
-        """
-        found, member = self._find(group, index)
-        try:
-            value = check_reward(reward)
-        except TrajectoryError as error:
-            raise TrajectoryError(f"{found.name(member)}: {error}") from None
-        found.set_reward(member, value)
-
-    def set_failed(self, group: int, index: int, reason: str) -> None:
-        """Ends a trajectory without a reward: it leaves the group's moments too."""
-        found, member = self._find(group, index)
-        member.advance(Stage.FAILED, found.name(member))
-        member.failure = reason
-
-    # -- what the learner runs ------------------------------------------------------------------
-
-    def warm_up(self) -> int:
-        """Compiles every program ahead of time; returns how many there are."""
-        self._rates(0)
-        self._programs.warm_up(program_names(self._config))
-        self.memory = check_programs(self.memory, self._programs.temporaries())
-        return self._programs.num_programs
-
-    @property
-    def has_postponed(self) -> bool:
-        """Whether the last `work` left a ready call because it would have taken too long."""
-        return self._postponed is not None
-
-    def work(self, max_steps: int | None = None, *, max_call_s: float = math.inf) -> int:
-        """Runs up to `max_steps` ready program calls, each to completion; returns how many ran.
-
-        Args:
-          max_call_s: a call that would take longer, judged by those before it, is postponed: it
-            comes first in the next `work`.
-        """
-        done = 0
-        while max_steps is None or done < max_steps:
-            work = self._postponed or self._schedule.next_work()
-            self._postponed = None
-            if work is None:
-                break
-            if self._log.predict_s(work) > max_call_s:
-                self._postponed = work
-                break
-            started_s = time.monotonic()
-            ran = self._run(work)
-            self._schedule.mark_done(work)
-            self._log.add_work(work, *ran, started_s)
-            done += 1
-        return done
-
-    def gradient(self) -> Params:
-        """A copy of the normalised descent gradient, before the clip, that `update` would now step
-        along.
-        """
-        self._finish()
-        counts = self._denominators()
-
-        def descent(*sums: np.ndarray) -> np.ndarray:
-            parts = [g / count for g, count in zip(sums, counts, strict=True)]
-            return -np.sum(parts, axis=0)
-
-        return jax.tree.map(descent, *self._buffers.totals())
-
-    def update(self) -> UpdateReport:
-        """Runs what is left, then normalises, clips and steps once; the next step starts empty.
-
-        A step without any gradient changes no parameter, moment, schedule or version.
-
-        Raises:
-          OpenGroupsError: a trajectory has no content or no verdict.
-          NonFiniteGradientError, LogprobGapError: nothing was updated; `abandon` starts the step
-            again.
-        """
-        self._finish()
-        self._statistics.check_gap()
-        groups = self._schedule.groups
-        is_empty = not self._statistics.has_gradient
-        rate = 0.0 if is_empty else float(self._rates(self.state.policy_version))
-        norm = 0.0 if is_empty else self._step(self._denominators())
-        report = self._statistics.report(
-            groups,
-            policy_version=self.state.policy_version,
-            is_empty=is_empty,
-            grad_norm=norm,
-            learning_rate=rate,
-            num_promotions=self._buffers.num_promotions,
-        )
-        self._buffers.begin(self.state.sums)
-        self._begin_step()
-        return report
-
-    def load(self, state: TrainState) -> None:
-        """Goes on from a restored state; the step in progress is dropped."""
-        self.params, self.state = None, state
-        self.abandon()
-        self.params = self._programs.gather(state.params)
-
-    def abandon(self) -> None:
-        """Drops the step: every group and partial sum is gone, the train state is as before it."""
-        self._buffers.clear(self.state.sums)
-        self._log.take()
-        self._begin_step()
-
-    def take_work_log(self) -> list[WorkItem]:
-        """The program calls that completed since the last take."""
-        return self._log.take()
 
     # -- internals ------------------------------------------------------------------------------
 
@@ -318,21 +201,20 @@ class Learner:
             stream_turns=StreamTurns.IDLE,
         )
 
+    def _program_names(self) -> list[Name]:
+        return program_names(self._config)
+
+    def _groups(self) -> list[Group]:
+        return self._schedule.groups
+
     def _begin_step(self) -> None:
+        super()._begin_step()
+        self._buffers.begin(self.state.sums)
         self._schedule.begin(self.state.sums.center if self._reduction.has_center else None)
         self._statistics = StepStatistics(self._objective, self._config.max_logprob_gap)
-        self._failure: NonFiniteGradientError | None = None
-        self._postponed = None
 
-    def _find(self, group_id: int, index: int) -> tuple[Group, Member]:
-        group = self._schedule.get(group_id)
-        if group is None:
-            known = sorted(g.group_id for g in self._schedule.groups)
-            raise LearnerError(f"group {group_id!r} is not open; open groups: {known}")
-        if not 0 <= index < len(group.members):
-            last = len(group.members) - 1
-            raise LearnerError(f"{group.name()} has indices 0 to {last}, got {index}")
-        return group, group.members[index]
+    def _clear_buffers(self) -> None:
+        self._buffers.clear(self.state.sums)
 
     def _prefix_bucket(self, num_prefix: int) -> int:
         """The padded length of a prompt to share; 0 for one too short or too long for it."""
@@ -376,11 +258,7 @@ class Learner:
         """Of every sum; 1 where nothing arrived, for its sum is 0."""
         return [d or 1.0 for d in denominators(self._objective, self._schedule.groups)]
 
-    def _finish(self) -> None:
-        """Runs what is left of the step; raises unless its gradient is complete and finite."""
-        if self._failure is not None:
-            raise self._failure
-        self.work()
+    def _check_ended(self) -> None:
         unfinished = self._schedule.unfinished()
         if unfinished:
             raise OpenGroupsError(
@@ -389,24 +267,20 @@ class Learner:
                 + ". Give each a set_reward or a set_failed, or drop the step with abandon()"
             )
         self._schedule.seal()
-        self.work()
-        self._statistics.check_finite()
 
-    def _step(self, denominators: Sequence[float]) -> float:
-        started_s = time.monotonic()
-        state = self.state
-        members = [m for group in self._schedule.groups for m in group.members]
+    def _step(self) -> float:
+        norm = super()._step()
+        members = [m for group in self._groups() for m in group.members]
         rewards = [m.reward for m in members if m.reward is not None]
-        value, sums = self._buffers.update(state, denominators, rewards)
-        self.params = None  # freed before its successor is made
-        self.params = self._programs.gather(state.params)
-        if not math.isfinite(value):
-            self._failure = NonFiniteGradientError(
-                f"the batch gradient has norm {value} although every trajectory's is finite: a sum "
-                "overflowed. Call abandon() to start the step again"
-            )
-            raise self._failure
-        self._log.add("update", 0, 0, started_s)
-        state.policy_version += 1
-        state.sums = sums
-        return value
+        self.state.sums = self._buffers.next_start(rewards)
+        return norm
+
+    def _report(self, *, is_empty: bool, grad_norm: float, learning_rate: float) -> UpdateReport:
+        return self._statistics.report(
+            self._groups(),
+            policy_version=self.state.policy_version,
+            is_empty=is_empty,
+            grad_norm=grad_norm,
+            learning_rate=learning_rate,
+            num_promotions=self._buffers.num_promotions,
+        )
