@@ -119,12 +119,11 @@ def turns_of(tokens: TrajectoryTokens) -> list[ScoredTurn]:
     ends = np.flatnonzero(mask[:-1] & ~mask[1:]) + 1
     is_tail = not mask[-1]
     cuts = [0, *(ends[:-1] if is_tail else ends).tolist(), tokens.num_tokens]
-    arrays = {f.name: getattr(tokens, f.name) for f in dataclasses.fields(tokens)}
+    arrays: dict[str, Any] = {f.name: getattr(tokens, f.name) for f in dataclasses.fields(tokens)}
+    given = {name: array for name, array in arrays.items() if array is not None}
     return [
         ScoredTurn(
-            tokens=TrajectoryTokens(
-                **{n: None if a is None else a[begin:end] for n, a in arrays.items()}
-            ),
+            tokens=TrajectoryTokens(**{name: array[begin:end] for name, array in given.items()}),
             teacher_logprobs=None,
         )
         for begin, end in itertools.pairwise(cuts)
