@@ -80,6 +80,8 @@ def _check_separable(objective: Objective, remedy: str) -> None:
     logprobs = jnp.asarray(rng.uniform(-3, -0.1, _LENGTH), jnp.float32)
     behavior = logprobs + jnp.asarray(rng.uniform(-0.3, 0.3, _LENGTH), jnp.float32)
 
+    weights = jnp.asarray(unscaled_weights(objective, np.ones(_LENGTH, np.bool_)))
+
     def slopes(begin: int, end: int) -> np.ndarray:
         tokens = Tokens(
             logprobs=logprobs[begin:end],
@@ -87,12 +89,11 @@ def _check_separable(objective: Objective, remedy: str) -> None:
             action_mask=jnp.ones(end - begin, jnp.bool_),
             segment_ids=jnp.ones(end - begin, jnp.int32),
         )
-        ones = jnp.ones(end - begin, jnp.float32)
-        return np.asarray(
-            jax.grad(lambda x: lane_sums(objective, tokens.replace(logprobs=x), ones, None)[0])(
-                tokens.logprobs
-            )
-        )
+
+        def score(x: jax.Array) -> jax.Array:
+            return lane_sums(objective, tokens.replace(logprobs=x), weights[begin:end], None)[0]
+
+        return np.asarray(jax.grad(score)(tokens.logprobs))
 
     whole = slopes(0, _LENGTH)
     for cut in range(1, _LENGTH):
