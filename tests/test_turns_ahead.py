@@ -49,7 +49,7 @@ def make(model: Any = MODEL, **changes: Any) -> Learner:
 
 @functools.cache
 def made() -> Learner:
-    return make()
+    return make(objective_options=LINEAR["grpo"])
 
 
 @pytest.fixture
@@ -83,13 +83,15 @@ def worst(learner: Learner, model: Any, num_orders: int) -> tuple[float, int]:
 
 
 def test_the_gradient_is_the_reference_whatever_ran_ahead(learner):
+    """With a length normaliser, which no turn knows."""
     distance, num_by_turns = worst(learner, MODEL, 12)
     assert distance <= 1e-5
     assert num_by_turns >= 12
 
 
+@pytest.mark.slow
 def test_the_gradient_is_the_reference_in_float64():
-    """With a length normaliser, which no turn knows, and weights of the sampler."""
+    """With weights of the sampler."""
     with jax.enable_x64(True):
         model = lc.tiny("float64")
         objective = "tis_reinforce"
