@@ -61,17 +61,22 @@ class Replay:
         )
 
     def score(self, segment: Segment, *, with_ledger: bool) -> None:
-        self._sum, self.caches, _ = self._program("score_segment", segment)(
+        (self._sum,), self.caches, _ = self._program("score_segment", segment)(
             self.params,
-            self._sum,
+            (self._sum,),
             self.caches,
+            np.ones((1, 1), self._dtype),
             np.full(1, with_ledger, self._dtype),
             self._lanes(segment),
         )
 
     def replay(self, segment: Segment) -> None:
-        self._sum, self.caches, _ = self._program("replay_segment", segment)(
-            self.params, self._sum, self.caches, self._lanes(segment)
+        (self._sum,), self.caches, _ = self._program("replay_segment", segment)(
+            self.params,
+            (self._sum,),
+            self.caches,
+            np.ones((1, 1), self._dtype),
+            self._lanes(segment),
         )
 
     def stream(self, segments: list[Segment]) -> None:
@@ -299,6 +304,35 @@ def test_a_mistake_in_the_scores_is_far_beyond_the_tolerance(mistake):
     wrong = oc.TurnCase(prompt=case.prompt, turns=tuple(mistake(t) for t in turns))
     assert lc.rel_l2(gradient_by_turns(SETTINGS, params, case), want) <= 1e-5
     assert lc.rel_l2(gradient_by_turns(SETTINGS, params, wrong), want) > 0.1
+
+
+def test_every_lane_reaches_its_own_buffer_alone():
+    """One call, two trajectories, three buffers; the other's not-a-number stays out."""
+    params = lc.init_params(MODEL, 0)
+    rng = np.random.default_rng(0)
+    cases = [oc.TurnCase(prompt=(1, 2), turns=(oc.turn(rng, 2, 3, 1),)) for _ in range(2)]
+    items = [
+        LaneItem(examples=(sequence_of(case).segments[0].example,), slot=slot)
+        for slot, case in enumerate(cases)
+    ]
+    lanes = jax.tree.map(lambda x: x[0], pad_lanes([items], 3, LENGTH))
+    weights = lanes.weights.copy()
+    weights[1] = np.nan
+    buffers = tuple(OrderedSum(values=zeros_like_params(params)) for _ in range(3))
+    coefficients = np.asarray([[0, 1, 0], [2, 0, 0], [0, 0, 1]], np.float32)
+    buffers, _, stats = program("score_segment", SETTINGS, 0)(
+        params,
+        buffers,
+        empty_caches(MODEL, 3, LENGTH),
+        coefficients,
+        np.zeros(3, np.float32),
+        lanes.replace(weights=weights),
+    )
+    got = jax.tree.map(lambda g: g / 2, buffers[1].read())
+    assert lc.rel_l2(got, oc.plain_gradient(MODEL, params, cases[:1], cap=CAP)) <= 1e-5
+    assert stats[-1].tolist() == [1, 0, 0]
+    assert not all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(buffers[0]))
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(buffers[2]))
 
 
 def test_what_another_trajectory_left_behind_is_not_read():

@@ -29,7 +29,6 @@ from thundersync_jax.learner.program_names import Fold
 from thundersync_jax.learner.programs import Programs
 from thundersync_jax.learner.streaming import Binding, Params, PromptSlots
 from thundersync_jax.learner.sums import Sum
-from thundersync_jax.learner.train_state import TrainState
 from thundersync_jax.learner.work import BindWork, CloseWork, FoldWork, LaneWork, PromptWork
 from thundersync_jax.losses.objective import Objective
 
@@ -104,23 +103,10 @@ class Accumulators:
         """Leaves of the step's sums that met an addend beyond their grid."""
         return self._grids.num_promotions
 
-    def totals(self) -> tuple[Params, ...]:
-        """A copy of what the update divides."""
-        return jax.device_get(tuple(jax.jit(type(acc).total)(acc) for acc in self.sums))
-
-    def update(self, state: TrainState, denominators: Sequence[float]) -> jax.Array:
-        """Steps once along the sums, which are zero then; returns the gradient's norm.
-
-        Args:
-          state: its arrays are donated and replaced.
-          denominators: of every sum.
-        """
+    def note_totals(self) -> None:
+        """Before the update, which clears them."""
         for name, acc in zip(self._sum_names, self.sums, strict=True):
             self._grids.note_total(name, acc.grid)
-        state.params, state.opt_state, self.sums, norm = self._programs.update(
-            state.params, state.opt_state, self.sums, denominators
-        )
-        return norm
 
     def next_start(self, rewards: Sequence[float]) -> SumStart:
         """What the next step begins with, after the update.

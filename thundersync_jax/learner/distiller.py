@@ -29,7 +29,6 @@ from jax.sharding import Mesh
 from thundersync_jax.config_opd import OpdSection
 from thundersync_jax.config_sections import LearnerSection, OptimizerSection
 from thundersync_jax.learner.base import BaseLearner
-from thundersync_jax.learner.distillation_programs import CacheShapes, DistillationPrograms
 from thundersync_jax.learner.distillation_statistics import DistillationStatistics
 from thundersync_jax.learner.groups import Cohort, Group, LearnerError, Member, Stage
 from thundersync_jax.learner.memory import plan_memory, room_of
@@ -39,12 +38,14 @@ from thundersync_jax.learner.program_names import Name, distillation_program_nam
 from thundersync_jax.learner.score import ScoreSettings
 from thundersync_jax.learner.statistics import note_of
 from thundersync_jax.learner.streaming import Params
+from thundersync_jax.learner.sums import Sum
 from thundersync_jax.learner.token_checks import (
     check_ids,
     check_length,
     check_prompt,
 )
 from thundersync_jax.learner.turn_buffers import TurnBuffers
+from thundersync_jax.learner.turn_programs import CacheShapes, TurnPrograms
 from thundersync_jax.learner.turn_schedule import (
     SegmentWork,
     StreamTurns,
@@ -69,7 +70,7 @@ class Distiller(BaseLearner[SegmentWork]):
     """See the module's docstring."""
 
     _schedule: TurnSchedule
-    _programs: DistillationPrograms
+    _programs: TurnPrograms
     _buffers: TurnBuffers
     _statistics: DistillationStatistics
 
@@ -108,11 +109,10 @@ class Distiller(BaseLearner[SegmentWork]):
         stream_turns = StreamTurns(opd.stream_turns)
         num_caches = 0 if stream_turns is StreamTurns.NEVER else opd.num_caches
         caches = CacheShapes(num_caches=num_caches, length=config.buckets[-1])
-        steps = make_optimizer(optimizer)
-        make = functools.partial(DistillationPrograms, settings, steps, mesh, caches)
+        make = functools.partial(TurnPrograms, settings, make_optimizer(optimizer), mesh, caches)
         room = room_of(mesh.local_devices[0], reserved_bytes)
         plan, programs = plan_memory(self._config, room, make)
-        assert isinstance(programs, DistillationPrograms)
+        assert isinstance(programs, TurnPrograms)
         memory = plan.with_reserved(device_bytes(programs.caches))
         super().__init__(programs, memory, optimizer, params)
         self._prefix_buckets = opd.prefix_buckets or config.buckets[-1:]
@@ -125,6 +125,7 @@ class Distiller(BaseLearner[SegmentWork]):
             stream_turns=stream_turns,
         )
         self._buffers = TurnBuffers(programs)
+        self._sums: tuple[Sum, ...] = (programs.accumulator(),)
         self._begin_step()
 
     # -- what the caller enqueues ---------------------------------------------------------------
@@ -212,10 +213,12 @@ class Distiller(BaseLearner[SegmentWork]):
         )
 
     def _clear_buffers(self) -> None:
+        self._sums = ()  # freed before their successors are made
+        self._sums = (self._programs.accumulator(),)
         self._buffers.clear()
 
     def _run(self, work: SegmentWork) -> tuple[str, int, int]:
-        stats = self._buffers.run(self.params, work)
+        self._sums, stats = self._buffers.run(self.params, work, self._sums)
         for replica, filled in enumerate(work.replicas):
             for at, lane in enumerate(filled):
                 note = None if stats is None else note_of(stats, replica, at)

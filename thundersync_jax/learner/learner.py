@@ -41,6 +41,7 @@ from thundersync_jax.learner.schedule import Schedule
 from thundersync_jax.learner.score import ScoreSettings
 from thundersync_jax.learner.statistics import StepStatistics, note_of
 from thundersync_jax.learner.streaming import Params
+from thundersync_jax.learner.sums import Sum
 from thundersync_jax.learner.token_checks import check_ids, check_length, check_prompt
 from thundersync_jax.learner.work import BindWork, CloseWork, FoldWork, PromptWork, Work
 from thundersync_jax.losses.objectives import make_objective
@@ -243,7 +244,16 @@ class Learner(BaseLearner[Work]):
             )
         self._schedule.seal()
 
+    @property
+    def _sums(self) -> tuple[Sum, ...]:
+        return self._buffers.sums
+
+    @_sums.setter
+    def _sums(self, sums: tuple[Sum, ...]) -> None:
+        self._buffers.sums = sums
+
     def _step(self) -> float:
+        self._buffers.note_totals()
         norm = super()._step()
         members = [m for group in self._groups() for m in group.members]
         rewards = [m.reward for m in members if m.reward is not None]

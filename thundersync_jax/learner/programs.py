@@ -241,7 +241,7 @@ class Programs:
             case Whole():
                 return self._whole_program(name)
             case Turn() | Caches():
-                raise KeyError(f"{name} is a program of DistillationPrograms alone")
+                raise KeyError(f"{name} is a program of TurnPrograms alone")
 
     @property
     def _sums(self) -> tuple[Any, ...]:

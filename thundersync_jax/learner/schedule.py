@@ -19,12 +19,12 @@ The same object drives the learner and the simulation of its schedule.
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 from thundersync_jax.learner.filling import Filling
 from thundersync_jax.learner.groups import Cohort, Group, Held, Member, Path, Stage
 from thundersync_jax.learner.packing import pack
+from thundersync_jax.learner.prompt_schedule import PromptSchedule
 from thundersync_jax.learner.work import BindWork, CloseWork, FoldWork, LaneWork, PromptWork, Work
 from thundersync_jax.losses.objective import Objective, Streams
 
@@ -68,7 +68,9 @@ class Schedule:
         self._paired = paired
         self._is_local = is_local
         self._free_pairs = [set(range(num_pairs)) for _ in range(num_replicas)]
-        self._free_slots = [list(range(num_slots)) for _ in range(num_replicas)]
+        self._prompts = PromptSchedule(
+            num_replicas=num_replicas, num_slots=num_slots, is_local=is_local
+        )
         self._free_held = [set(range(num_held)) for _ in range(num_replicas)]
         self._groups: dict[int, Group] = {}
         self.begin()
@@ -81,24 +83,13 @@ class Schedule:
         return self._groups.get(group_id)
 
     def open(self, group: Group) -> None:
-        """Adds a group; reserves a prompt slot at the replica with most free ones, if it shares.
-
-        One that stays is at home where fewest groups are.
-        """
+        """Adds a group; reserves a prompt slot if it shares."""
         is_batch = self._objective.streams is Streams.BATCH
         cohort = self._step if is_batch else self._cohort()
         cohort.join(group)
         cohort.is_sealed = not is_batch
-        if self._is_local:
-            homes = collections.Counter(g.home for g in self.groups if not g.is_closed)
-            group.home = min(range(self._num_replicas), key=lambda r: (homes[r], r))
-        elif group.prefix_bucket:
-            free = self._free_slots
-            group.home = max(range(self._num_replicas), key=lambda r: (len(free[r]), -r))
-            if not free[group.home]:
-                group.prefix_bucket = 0
+        self._prompts.open(group, self.groups)
         self._groups[group.group_id] = group
-        self._reserve_slot(group)
 
     def _cohort(self) -> Cohort:
         return Cohort(objective=self._objective, center=self._center)
@@ -117,7 +108,7 @@ class Schedule:
             for replica, pair in cohort.pairs.items():
                 self._free_pairs[replica].add(pair)
         for group in self.groups:
-            self._release_slots(group)
+            self._prompts.release(group)
             for member in group.members:
                 if member.held is not None:
                     self._free_held[member.held.replica].add(member.held.index)
@@ -132,28 +123,28 @@ class Schedule:
     def next_work(self) -> Work | None:
         """The call that is due, its buffers taken; None when nothing is ready."""
         for group in self.groups:
-            self._reserve_slot(group)
+            self._prompts.reserve(group)
         closing = [g for g in self.groups if self._ready_to_close(g)]
         cohorts = dict.fromkeys(group.cohort for group in closing)
         close = self._close([c for c in cohorts if c.pairs and c.is_accumulated])
         if close is not None:
             return close
-        backward = self._prompts([g for g in closing if g.loaded], is_backward=True)
+        backward = self._prompts.work([g for g in closing if g.loaded], is_backward=True)
         if backward is not None:
             return backward
         binding = self._binding()
         if binding is not None:
             return binding
         best = max(self._folds(), key=lambda f: (f.num_tokens, len(f.lanes)), default=None)
-        unloaded = [g for g in self.groups if self._needs_prompt(g)]
+        unloaded = [g for g in self.groups if self._prompts.is_due(g)]
         waiting = [g for g in unloaded if any(m.stage is Stage.READY for m in g.members)]
         if waiting or best is None or not best.num_tokens:
-            forward = self._prompts(waiting or unloaded, is_backward=False)
+            forward = self._prompts.work(waiting or unloaded, is_backward=False)
             if forward is not None:
                 return forward
         if best is None:
             return None
-        spread = self._spread(best)
+        spread = self._prompts.spread(best, self._free_pairs)
         if spread is None:
             self._take_buffers(best)
         return spread or best
@@ -167,14 +158,11 @@ class Schedule:
                         self._free_pairs[replica].add(cohort.pairs.pop(replica))
                         for closed in cohort.groups:
                             self._settle(closed)
-            case PromptWork(replicas=groups, is_backward=is_backward):
-                for replica, group in enumerate(groups):
-                    if group is not None and is_backward:
-                        group.loaded.discard(replica)
-                        self._free_slots[replica].append(group.slots.pop(replica))
+            case PromptWork():
+                self._prompts.mark_done(work)
+                for group in work.replicas if work.is_backward else ():
+                    if group is not None:
                         self._settle(group)
-                    elif group is not None:
-                        group.loaded.add(replica)
             case BindWork(index=index, replicas=bound):
                 for replica, lane in enumerate(bound):
                     if lane is not None:
@@ -209,7 +197,7 @@ class Schedule:
         if not group.is_accumulated:
             return False
         if not group.has_gradient:
-            self._release_slots(group)  # nothing to differentiate through the prompt
+            self._prompts.release(group)  # nothing to differentiate through the prompt
         self._settle(group)
         return not group.is_closed
 
@@ -227,62 +215,8 @@ class Schedule:
 
     def _settle(self, group: Group) -> None:
         """Closes a group that holds nothing any more."""
-        unused = [r for r in group.slots if r not in group.loaded]
-        for replica in unused:
-            self._free_slots[replica].append(group.slots.pop(replica))
+        self._prompts.release_unloaded(group)
         group.is_closed = not group.cohort.pairs and not group.slots
-
-    def _release_slots(self, group: Group) -> None:
-        for replica, slot in group.slots.items():
-            self._free_slots[replica].append(slot)
-        group.slots.clear()
-        group.loaded.clear()
-
-    # -- prompts --------------------------------------------------------------------------------
-
-    def _reserve_slot(self, group: Group) -> None:
-        """Gives a group that has yet to run its prompt a free slot at home."""
-        is_waiting = bool(group.prefix_bucket) and not group.slots and not group.is_accumulated
-        if is_waiting and self._free_slots[group.home]:
-            group.slots[group.home] = self._free_slots[group.home].pop()
-
-    def _needs_prompt(self, group: Group) -> bool:
-        return group.home in group.slots and group.home not in group.loaded
-
-    def _prompts(self, groups: Sequence[Group], *, is_backward: bool) -> PromptWork | None:
-        """One prompt a replica, all of the bucket of the first group."""
-        if not groups:
-            return None
-        bucket = groups[0].prefix_bucket
-        chosen: list[Group | None] = [None] * self._num_replicas
-        for group in groups:
-            for replica in sorted(group.loaded) if is_backward else [group.home]:
-                if group.prefix_bucket == bucket and chosen[replica] is None:
-                    chosen[replica] = group
-        return PromptWork(prefix_bucket=bucket, is_backward=is_backward, replicas=tuple(chosen))
-
-    def _spread(self, best: FoldWork) -> PromptWork | None:
-        """Loads a busy group's prompt on idle replicas, where that is sooner than waiting."""
-        loads = [len(lanes) for lanes in best.replicas]
-        if self._is_local or not best.prefix_bucket or max(loads) - min(loads) < 2:
-            return None
-        saved = (max(loads) - -(-sum(loads) // len(loads))) * best.bucket
-        if saved < best.prefix_bucket / 3:  # a forward pass is a third of a gradient
-            return None
-        busiest = best.replicas[loads.index(max(loads))][-1].group
-        chosen: list[Group | None] = [None] * self._num_replicas
-        for replica, load in enumerate(loads):
-            has_pair = replica in busiest.cohort.pairs or self._free_pairs[replica]
-            has_buffer = busiest.is_complete or has_pair
-            is_idle = load == min(loads) and replica not in busiest.slots
-            if is_idle and has_buffer and self._free_slots[replica]:
-                busiest.slots[replica] = self._free_slots[replica].pop()
-                chosen[replica] = busiest
-        if not any(chosen):
-            return None
-        return PromptWork(
-            prefix_bucket=best.prefix_bucket, is_backward=False, replicas=tuple(chosen)
-        )
 
     # -- folding --------------------------------------------------------------------------------
 

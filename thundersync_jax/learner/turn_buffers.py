@@ -1,59 +1,46 @@
-"""`TurnBuffers`: batch sum and trajectory caches of a distiller; runs the calls on them.
+"""`TurnBuffers`: the trajectory caches; runs the calls of turn replay on them.
 
-All of it is donated to the programs and replaced by their results, so nobody else may hold a
-reference across a call.
+They are donated to the programs and replaced by their results, so nobody else may hold a reference
+across a call. So are the sums that a call folds into, which are its caller's.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
 
 from thundersync_jax.learner.buckets import LaneItem, pad_lanes
-from thundersync_jax.learner.distillation_programs import PART, DistillationPrograms
 from thundersync_jax.learner.program_names import Turn
 from thundersync_jax.learner.streaming import Params
-from thundersync_jax.learner.train_state import TrainState
+from thundersync_jax.learner.sums import Sum
+from thundersync_jax.learner.turn_programs import PART, TurnPrograms
 from thundersync_jax.learner.turn_replay import TrajectoryCaches
 from thundersync_jax.learner.turn_schedule import SegmentKind, SegmentLane, SegmentWork
 
 
 class TurnBuffers:
-    """Device buffers of one step, on every replica."""
+    """Caches of one step, on every replica."""
 
-    def __init__(self, programs: DistillationPrograms) -> None:
+    def __init__(self, programs: TurnPrograms) -> None:
         self._programs = programs
         self.clear()
 
     def clear(self) -> None:
         """Begins with zeros again. Caches of finished trajectories need none: see turn_replay."""
-        # Freed before their successors are made.
-        self.batch: Any = None  # a Sum
-        self._caches: TrajectoryCaches | None = None
-        self.batch = self._programs.accumulator()
+        self._caches: TrajectoryCaches | None = None  # freed before their successors are made
         self._caches = self._programs.zero_caches()
 
-    def totals(self) -> tuple[Params, ...]:
-        """A copy of what the update divides."""
-        return (jax.device_get(self.batch.total()),)
-
-    def update(self, state: TrainState, denominators: Sequence[float]) -> jax.Array:
-        """Steps once along the batch sum, which is zero then; returns the gradient's norm.
+    def run(
+        self, params: Params, work: SegmentWork, sums: tuple[Sum, ...]
+    ) -> tuple[tuple[Sum, ...], np.ndarray | None]:
+        """Runs one call to its completion.
 
         Args:
-          state: its arrays are donated and replaced.
-          denominators: that of the batch sum.
-        """
-        state.params, state.opt_state, (self.batch,), norm = self._programs.update(
-            state.params, state.opt_state, (self.batch,), denominators
-        )
-        return norm
+          sums: donated; every lane reaches that of its trajectory.
 
-    def run(self, params: Params, work: SegmentWork) -> np.ndarray | None:
-        """Runs one call to its completion; what it says of its lanes, [R, STATISTICS, K]."""
+        Returns:
+          The sums, and what the call says of its lanes, [R, STATISTICS, K]; a forward call nothing.
+        """
         programs = self._programs
         name = Turn(PART[work.kind], work.prefix_bucket, work.bucket)
         lanes = pad_lanes(
@@ -62,29 +49,32 @@ class TurnBuffers:
             work.bucket,
             programs.placement.scalar_dtype,
         )
+        shape = num_replicas, num_lanes = lanes.tokens.shape[:2]
+        coefficients = np.zeros((num_replicas, len(sums), num_lanes))
+        for replica, filled in enumerate(work.replicas):
+            for at, lane in enumerate(filled):
+                coefficients[replica, lane.sequence.buffer, at] = 1.0
+        is_closed = np.full(shape, float(work.kind is SegmentKind.CLOSE))
         match work.kind:
             case SegmentKind.FORWARD:
                 assert self._caches is not None
                 self._caches = programs.forward(name, params, self._caches, lanes)
                 jax.block_until_ready(self._caches)
-                return None
+                return sums, None
             case SegmentKind.REPLAY:
                 assert self._caches is not None
-                self.batch, self._caches, stats = programs.replay(
-                    name, params, self.batch, self._caches, lanes
+                sums, self._caches, stats = programs.replay(
+                    name, params, sums, self._caches, coefficients, lanes
                 )
             case SegmentKind.WHOLE:
-                nothing_owed = np.zeros(lanes.tokens.shape[:2])
-                self.batch, _, stats = programs.score(
-                    name, params, self.batch, None, nothing_owed, lanes
+                sums, _, stats = programs.score(
+                    name, params, sums, None, coefficients, is_closed, lanes
                 )
             case SegmentKind.STREAM | SegmentKind.CLOSE:
-                has_ledger = work.kind is SegmentKind.CLOSE
-                ledger_weights = np.full(lanes.tokens.shape[:2], float(has_ledger))
-                self.batch, self._caches, stats = programs.score(
-                    name, params, self.batch, self._caches, ledger_weights, lanes
+                sums, self._caches, stats = programs.score(
+                    name, params, sums, self._caches, coefficients, is_closed, lanes
                 )
-        return np.asarray(stats)
+        return sums, np.asarray(stats)
 
 
 def _item(lane: SegmentLane) -> LaneItem:

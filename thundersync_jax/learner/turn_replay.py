@@ -5,8 +5,9 @@ score S_k and its keys and values, and its inputs are the parameters and the pre
 values of the segments before it. The chain rule over that graph is
 
     segment_forward    writes the segment's keys and values into the trajectory's cache
-    score_segment      batch <- batch + dS_k / d params; the adjoint on the prefix is added to the
-                       ledger, and S_k may be joined by what the ledger holds of the segment itself
+    score_segment      acc_b <- acc_b + C[b, k] dS_k / d params for every buffer b; the adjoint on
+                       the prefix is added to the ledger, and S_k may be joined by what the ledger
+                       holds of the segment itself
     replay_segment     the same with the ledger alone as cotangent: what later segments owe it
 
 Turns are run in order while the trajectory grows. Once it is closed they are visited last to first,
@@ -18,8 +19,8 @@ Invariants:
     it postpones them and changes no bit.
   * The ledger has at least float32, and is zeroed when a trajectory's first segment is run.
   * Lanes, caches and ledgers of one trajectory touch nothing of another's, a non-finite one's
-    neither, except the batch sum.
-`distiller.py` decides what runs when; `distillation_programs.py` compiles these on its mesh.
+    neither, except the buffers that both have coefficients in.
+`turn_schedule.py` decides what runs when; `turn_programs.py` compiles these on its mesh.
 """
 
 from __future__ import annotations
@@ -90,21 +91,23 @@ def score_segment(
     settings: ScoreSettings,
     prefix_bucket: int,
     params: Params,
-    batch: Sum,
+    buffers: tuple[Sum, ...],
     caches: TrajectoryCaches | None,
+    coefficients: jax.Array,
     ledger_weights: jax.Array,
     lanes: Lanes,
-) -> tuple[Sum, TrajectoryCaches | None, jax.Array]:
-    """Adds every lane's score gradient to the batch sum, and its adjoints to the ledger.
+) -> tuple[tuple[Sum, ...], TrajectoryCaches | None, jax.Array]:
+    """Folds every lane's score gradient into the buffers, and its adjoints into the ledger.
 
     Args:
-      batch: donated accumulator.
+      buffers: donated accumulators.
       caches: donated; None for whole trajectories, which leave nothing to attend to.
+      coefficients: [len(buffers), K]; the ledger takes the adjoints as they are.
       ledger_weights: [K]; 1 where the ledger of the segment is complete and joins its score (the
         trajectory is closed), else 0.
 
     Returns:
-      Batch, caches, and [STATISTICS, K] as `streaming.accumulate` says it.
+      Buffers, caches, and [STATISTICS, K] as `streaming.accumulate` says it.
     """
 
     def outputs(params: Params, prefix: KeysValues | None, lane: Lanes) -> Any:
@@ -113,7 +116,7 @@ def score_segment(
         return (sums[0], kv), gaps
 
     def run_lane(index: jax.Array, carry: Any) -> Any:
-        batch, caches, stats = carry
+        buffers, caches, stats = carry
         lane = _lane(lanes, index)
         prefix = _prefix(caches, prefix_bucket, lane)
         (value, kv), pull_back, gaps = jax.vjp(
@@ -121,23 +124,24 @@ def score_segment(
         )
         cotangent = _adjoint(caches, lane, kv, ledger_weights[index])
         grads = pull_back((jnp.ones_like(value), cotangent))
-        batch, caches, is_finite = _add(batch, caches, lane, *grads)
+        buffers, caches, is_finite = _add(buffers, caches, coefficients[:, index], lane, *grads)
         if caches is not None:
             caches = _store(caches, prefix_bucket, lane, kv)
-        return batch, caches, stats.at[:, index].set(jnp.stack([*gaps, is_finite]))
+        return buffers, caches, stats.at[:, index].set(jnp.stack([*gaps, is_finite]))
 
     stats = jnp.zeros((STATISTICS, lanes.tokens.shape[0]), jnp.float32)
-    return jax.lax.fori_loop(0, lanes.num_lanes, run_lane, (batch, caches, stats))
+    return jax.lax.fori_loop(0, lanes.num_lanes, run_lane, (buffers, caches, stats))
 
 
 def replay_segment(
     settings: ScoreSettings,
     prefix_bucket: int,
     params: Params,
-    batch: Sum,
+    buffers: tuple[Sum, ...],
     caches: TrajectoryCaches,
+    coefficients: jax.Array,
     lanes: Lanes,
-) -> tuple[Sum, TrajectoryCaches, jax.Array]:
+) -> tuple[tuple[Sum, ...], TrajectoryCaches, jax.Array]:
     """Differentiates every lane's segment with its ledger as cotangent: no score, no logits.
 
     Arguments and results as of `score_segment`; the trajectory is closed, and the segments after
@@ -145,18 +149,18 @@ def replay_segment(
     """
 
     def run_lane(index: jax.Array, carry: Any) -> Any:
-        batch, caches, stats = carry
+        buffers, caches, stats = carry
         lane = _lane(lanes, index)
         prefix = _prefix(caches, prefix_bucket, lane)
         kv, pull_back = jax.vjp(
             lambda params, prefix: _extend(settings, params, prefix, lane)[1], params, prefix
         )
         grads = pull_back(_adjoint(caches, lane, kv, jnp.ones(())))
-        batch, caches, is_finite = _add(batch, caches, lane, *grads)
-        return batch, caches, stats.at[STATISTICS - 1, index].set(is_finite)
+        buffers, caches, is_finite = _add(buffers, caches, coefficients[:, index], lane, *grads)
+        return buffers, caches, stats.at[STATISTICS - 1, index].set(is_finite)
 
     stats = jnp.zeros((STATISTICS, lanes.tokens.shape[0]), jnp.float32)
-    return jax.lax.fori_loop(0, lanes.num_lanes, run_lane, (batch, caches, stats))
+    return jax.lax.fori_loop(0, lanes.num_lanes, run_lane, (buffers, caches, stats))
 
 
 def _lane(lanes: Lanes, index: jax.Array) -> Lanes:
@@ -234,18 +238,19 @@ def _adjoint(
 
 
 def _add(
-    batch: Sum,
+    buffers: tuple[Sum, ...],
     caches: TrajectoryCaches | None,
+    coefficients: jax.Array,
     lane: Lanes,
     grad: Params,
     prefix_grad: KeysValues | None,
-) -> tuple[Sum, TrajectoryCaches | None, jax.Array]:
+) -> tuple[tuple[Sum, ...], TrajectoryCaches | None, jax.Array]:
     """Folds a segment's gradients; and whether they are finite."""
     leaves = jax.tree.leaves((grad, prefix_grad))
     is_finite = jnp.stack([jnp.all(jnp.isfinite(g)) for g in leaves]).all()
-    weight = _is_used(lane).astype(jnp.float32)
-    batch = batch.fold(weight, grad)
+    buffers = tuple(acc.fold(coefficients[b], grad) for b, acc in enumerate(buffers))
     if caches is not None and prefix_grad is not None:
+        weight = _is_used(lane).astype(jnp.float32)
         ledger = fold_at(OrderedSum(values=caches.ledger), lane.slot, weight, prefix_grad)
         caches = caches.replace(ledger=ledger.read())
-    return batch, caches, is_finite
+    return buffers, caches, is_finite

@@ -74,6 +74,7 @@ class TurnSequence:
       is_closed: no turn follows.
       is_done: closed, and its whole gradient is in the batch sum.
       cache: while its turns stream.
+      buffer: index, among those that turns reach on its replica, of the sum for its gradient.
     """
 
     def __init__(self, name: str, prompt_ids: np.ndarray) -> None:
@@ -83,6 +84,7 @@ class TurnSequence:
         self.is_closed = False
         self.is_done = False
         self.cache: CachePlace | None = None
+        self.buffer = 0
         self._num_prompt = int(prompt_ids.shape[0])
         self._ids = prompt_ids.astype(np.int32)
         self._weights = np.zeros(self._num_prompt)

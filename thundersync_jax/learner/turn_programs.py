@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import numpy as np
@@ -33,14 +34,24 @@ PART = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CacheShapes:
-    """The pool of every replica: `num_caches` trajectories of up to `length` positions."""
+    """The pool of every replica: `num_caches` trajectories of up to `length` positions.
+
+    Attributes:
+      is_held: turns are folded into the held gradients, not into the batch sum.
+    """
 
     num_caches: int
     length: int
+    is_held: bool = False
 
 
-class DistillationPrograms(Programs):
-    """`Programs` with those of turn replay."""
+class TurnPrograms(Programs):
+    """`Programs` with those of turn replay.
+
+    Attributes:
+      turn_sums: the buffers that turns are folded into, abstract.
+      caches: the pool of trajectory caches, abstract; None without any.
+    """
 
     def __init__(
         self,
@@ -52,6 +63,8 @@ class DistillationPrograms(Programs):
     ) -> None:
         super().__init__(settings, optimizer, mesh, shapes)
         place, pool = self.placement, (settings.model, caches.num_caches, caches.length)
+        is_held = caches.is_held
+        self.turn_sums: tuple[Any, ...] = (place.held,) * shapes.num_held if is_held else self._sums
         self.caches: TrajectoryCaches | None = None
         if caches.num_caches:
             self.caches = TrajectoryCaches(
@@ -76,23 +89,35 @@ class DistillationPrograms(Programs):
         self,
         name: Turn,
         params: Params,
-        batch: Sum,
+        buffers: tuple[Sum, ...],
         caches: TrajectoryCaches | None,
+        coefficients: np.ndarray,
         ledger_weights: np.ndarray,
         lanes: Lanes,
-    ) -> tuple[Sum, TrajectoryCaches | None, jax.Array]:
-        """`turn_replay.score_segment` on every replica; batch and caches are donated.
+    ) -> tuple[tuple[Sum, ...], TrajectoryCaches | None, jax.Array]:
+        """`turn_replay.score_segment` on every replica; buffers and caches are donated.
 
         Args:
-          ledger_weights: [R, K].
+          coefficients: [R, num buffers, K]; ledger_weights: [R, K].
         """
-        return self._get(name)(params, batch, caches, self._scalars(ledger_weights), lanes)
+        scalars = (self._scalars(coefficients), self._scalars(ledger_weights))
+        return self._get(name)(params, buffers, caches, *scalars, lanes)
 
     def replay(
-        self, name: Turn, params: Params, batch: Sum, caches: TrajectoryCaches, lanes: Lanes
-    ) -> tuple[Sum, TrajectoryCaches, jax.Array]:
-        """`turn_replay.replay_segment` on every replica; batch and caches are donated."""
-        return self._get(name)(params, batch, caches, lanes)
+        self,
+        name: Turn,
+        params: Params,
+        buffers: tuple[Sum, ...],
+        caches: TrajectoryCaches,
+        coefficients: np.ndarray,
+        lanes: Lanes,
+    ) -> tuple[tuple[Sum, ...], TrajectoryCaches, jax.Array]:
+        """`turn_replay.replay_segment` on every replica; buffers and caches are donated.
+
+        Args:
+          coefficients: [R, num buffers, K].
+        """
+        return self._get(name)(params, buffers, caches, self._scalars(coefficients), lanes)
 
     def _declare(self, name: Name) -> Program:
         match name:
@@ -104,8 +129,9 @@ class DistillationPrograms(Programs):
                 return super()._declare(name)
 
     def _turn_program(self, name: Turn) -> Program:
-        place, acc, settings = self.placement, self.placement.accumulator, self._settings
+        place, sums, settings = self.placement, self.turn_sums, self._settings
         num_lanes = self.lanes_per_call(name.bucket)
+        coefficients = place.local_scalars(len(sums), num_lanes)
         lanes, stats = place.lanes(num_lanes, name.bucket), place.stats(num_lanes)
         match name.part:
             case Part.FORWARD:
@@ -121,17 +147,18 @@ class DistillationPrograms(Programs):
             case Part.REPLAY:
                 replay = functools.partial(turn_replay.replay_segment, settings, name.prefix_bucket)
                 return Program(
-                    self._on_replicas(replay, 4),
+                    self._on_replicas(replay, 5),
                     donated=(1, 2),
-                    arguments=(place.params, acc, self.caches, lanes),
-                    results=(acc, self.caches, stats),
+                    arguments=(place.params, sums, self.caches, coefficients, lanes),
+                    results=(sums, self.caches, stats),
                 )
             case Part.SCORE | Part.WHOLE:
                 caches = self.caches if name.part is Part.SCORE else None
                 score = functools.partial(turn_replay.score_segment, settings, name.prefix_bucket)
+                scalars = (coefficients, place.local_scalars(num_lanes))
                 return Program(
-                    self._on_replicas(score, 5),
+                    self._on_replicas(score, 6),
                     donated=(1, 2),
-                    arguments=(place.params, acc, caches, place.local_scalars(num_lanes), lanes),
-                    results=(acc, caches, stats),
+                    arguments=(place.params, sums, caches, *scalars, lanes),
+                    results=(sums, caches, stats),
                 )
