@@ -17,6 +17,8 @@ from thundersync_jax.benchmarks.arrivals import (
     reference,
     rel_l2,
     run_events,
+    run_turn_events,
+    turns_of,
 )
 from thundersync_jax.config_sections import LearnerSection, OptimizerSection
 from thundersync_jax.learner.learner import Learner
@@ -35,7 +37,9 @@ __all__ = [
     "reference",
     "rel_l2",
     "run_events",
+    "run_turn_events",
     "tiny",
+    "turns_of",
 ]
 
 

@@ -83,8 +83,8 @@ def test_without_replay_the_theorem_fails(monkeypatch):
     want = descent(distiller, cases)
     buffers, run = distiller._buffers, distiller._buffers.run
 
-    def without_replay(params: Any, work: Any, sums: Any) -> Any:
-        return (sums, None) if work.kind.value == "turn_replay" else run(params, work, sums)
+    def without_replay(params: Any, work: Any) -> Any:
+        return None if work.kind.value == "turn_replay" else run(params, work)
 
     monkeypatch.setattr(buffers, "run", without_replay)
     groups = open_groups(distiller, cases)
@@ -181,7 +181,7 @@ def test_update_is_the_optimizer_step_on_that_gradient():
     assert (report.policy_version, report.is_empty) == (1, False)
     gains = [oc.targets(case)[2] for case in cases]
     assert report.teacher_kl_mean == pytest.approx(-np.concatenate(gains).mean())
-    assert not any(np.any(leaf) for leaf in jax.tree.leaves(distiller._sums))
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(distiller._buffers.batch))
 
 
 def test_a_step_without_a_scored_turn_changes_nothing():

@@ -68,7 +68,7 @@ class Taught:
     """One attempt with a teacher, and everything that came out of it."""
 
     def __init__(
-        self, teacher: FakeScoreClient, *, script: str = "say 3 <eos>", **task: Any
+        self, teacher: FakeScoreClient | None, *, script: str = "say 3 <eos>", **task: Any
     ) -> None:
         self.teacher = teacher
         self.heard: list[ScoredTurn | Rollout] = []
@@ -110,6 +110,18 @@ def test_every_turn_is_scored_once_with_all_before_it_and_before_the_content_is_
     whole = rollout.prompt_ids + tuple(rollout.tokens.token_ids)
     assert all(whole[: len(r.context_ids)] == r.context_ids for r in taught.teacher.requests)
     assert taught.teacher.released == [taught.key]
+
+
+def test_without_a_teacher_every_turn_is_heard_while_its_tool_runs():
+    """The learner may run it before the next one is sampled."""
+    taught = Taught(None)
+    assert run(taught.attempt()).reward == 9.0
+    *turns, rollout = taught.heard
+    assert isinstance(rollout, Rollout) and len(turns) == 3
+    assert all(turn.teacher_logprobs is None for turn in turns)
+    for name in ("token_ids", "action_mask", "behavior_logprobs", "policy_versions"):
+        joined = np.concatenate([getattr(turn.tokens, name) for turn in turns])
+        np.testing.assert_array_equal(joined, getattr(rollout.tokens, name))
 
 
 def test_the_teacher_works_while_the_tool_does():
@@ -159,9 +171,12 @@ class TurnLearner(fakes.FakeLearner):
         self.calls.append(("add_turn", group, index, turn.tokens.num_tokens))
 
 
-def test_turns_reach_the_learner_before_the_content_and_the_record(tmp_path: Path):
-    """Also those of an attempt that fails afterwards; the journal names each."""
-    turn = ScoredTurn(tokens=fakes.tokens(3), teacher_logprobs=np.zeros(3))
+@pytest.mark.parametrize("scores", [np.zeros(3), None], ids=["scored", "unscored"])
+def test_turns_reach_the_learner_before_the_content_and_the_record(tmp_path: Path, scores):
+    """Also those of an attempt that fails afterwards; the journal names each. Only what a teacher
+    said is recorded: the tokens are in the content.
+    """
+    turn = ScoredTurn(tokens=fakes.tokens(3), teacher_logprobs=scores)
     running: list[Coordinator] = []
 
     async def attempts(key: TrajectoryKey, task: Any, prompt: Any, on_content: Any) -> Verdict:
@@ -182,7 +197,8 @@ def test_turns_reach_the_learner_before_the_content_and_the_record(tmp_path: Pat
         return result
 
     result = world.run(body)
-    assert [len(record.scored_turns) for record in result.records] == [0, 1, 2, 3]
+    num_recorded = [len(record.scored_turns) for record in result.records]
+    assert num_recorded == ([0] * 4 if scores is None else [0, 1, 2, 3])
     scored = [e for e in world.events() if isinstance(e, ev.TurnScored)]
     assert sorted((e.key.index, e.turn) for e in scored) == [
         (1, 0), (2, 0), (2, 1), (3, 0), (3, 1), (3, 2),

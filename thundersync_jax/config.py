@@ -69,6 +69,12 @@ class RunConfig:
             self.learner.reduction,
             "'ordered' with opd.teacher: a turn's bits depend on whether it was streamed",
         )
+        check(
+            not self.opd.teacher or self.learner.stream_turns == "never",
+            "learner.stream_turns",
+            self.learner.stream_turns,
+            "'never' with opd.teacher, whose turns opd.stream_turns decides about",
+        )
         longest = max(self.opd.prefix_buckets, default=self.model.max_context)
         check(
             longest >= self.model.max_context - 1,

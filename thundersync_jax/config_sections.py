@@ -139,6 +139,9 @@ class LearnerSection:
       objective_options: its keyword arguments.
       reduction: "ordered" sums in float32; with "exact" the bits of the updated weights do not
         depend on the order in which trajectories arrive, for twice the memory of every sum.
+      stream_turns: "idle" runs finished turns of growing trajectories when nothing else is ready,
+        into held gradients; "never" waits for contents.
+      num_turn_caches: trajectories of every replica whose turns may run so at one time.
       max_logprob_gap: a larger |learner - sampler| log-probability stops the run, unless the
         objective weighs the one against the other.
     """
@@ -157,6 +160,8 @@ class LearnerSection:
     objective: str = "grpo"
     objective_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     reduction: str = "ordered"
+    stream_turns: str = "never"
+    num_turn_caches: int = 2
     max_logprob_gap: float = mutable(0.5)
 
     def __post_init__(self) -> None:
@@ -174,7 +179,7 @@ class LearnerSection:
         expected = "at least 1, or -1 for as many as fit"
         check(is_number, "learner.prompt_slots", self.prompt_slots, expected)
         check_choice("learner.pool_memory", self.pool_memory, ("device", "pinned_host"))
-        for key in ("held_gradients", "pack_tokens"):
+        for key in ("held_gradients", "pack_tokens", "num_turn_caches"):
             check(getattr(self, key) >= 0, f"learner.{key}", getattr(self, key), "0 or more")
         for key in ("pairs_per_call", "min_shared_tokens"):
             check(getattr(self, key) >= 1, f"learner.{key}", getattr(self, key), "at least 1")
@@ -183,7 +188,13 @@ class LearnerSection:
         check(self.max_logprob_gap > 0, "learner.max_logprob_gap", self.max_logprob_gap, expected)
         self._check_lengths()
 
+    @property
+    def has_turns(self) -> bool:
+        """Whether turns can run ahead of their content."""
+        return self.stream_turns == "idle" and min(self.held_gradients, self.num_turn_caches) > 0
+
     def _check_reduction(self) -> None:
+        check_choice("learner.stream_turns", self.stream_turns, ("never", "idle"))
         check_choice("learner.reduction", self.reduction, ("ordered", "exact"))
         if self.reduction == "exact":
             expected = (
@@ -195,6 +206,8 @@ class LearnerSection:
                 "0 with learner.reduction = 'exact': packed gradients differ in their last bits"
             )
             check(self.pack_tokens == 0, "learner.pack_tokens", self.pack_tokens, expected)
+            expected, is_never = "'never' with reduction = 'exact'", self.stream_turns == "never"
+            check(is_never, "learner.stream_turns", self.stream_turns, expected)
 
     def _check_lengths(self) -> None:
         is_ladder = (

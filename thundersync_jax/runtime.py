@@ -74,7 +74,7 @@ class Runtime:
         """Runs attempts; runners of different `purpose` draw independently.
 
         Args:
-          on_turn: hears every turn that the teacher scored; None asks no teacher.
+          on_turn: hears every turn, when the teacher has scored it if there is one; None asks none.
         """
         return RolloutRunner(
             client=self.worker,

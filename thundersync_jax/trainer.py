@@ -130,10 +130,12 @@ class Trainer:
 
     def _make_coordinator(self, journal: Journal) -> Coordinator:
         learner = self._runtime.learner
+        streams_turns = self._config.learner.stream_turns != "never"
+        hears_turns = self._runtime.scorer is not None or streams_turns
         runner = self._runtime.runner(
             self._config.sampling,
             purpose=TRAINING,
-            on_turn=None if self._runtime.scorer is None else self._hear_turn,
+            on_turn=self._hear_turn if hears_turns else None,
         )
         return Coordinator(
             run=self._config.run,

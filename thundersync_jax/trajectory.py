@@ -128,12 +128,12 @@ class TrajectoryTokens:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScoredTurn:
-    """One turn for distillation: its tokens, and what the teacher said of them.
+    """One turn for the learner: its tokens, and what a teacher said of them.
 
     Attributes:
       tokens: what the policy read since the turn before, and what it sampled.
       teacher_logprobs: float64 [T]; of action tokens finite and at most 0, of others anything. None
-        for a turn that teaches nothing and is only read by later ones.
+        for a turn that no teacher scored; in distillation it is only read by later ones.
     """
 
     tokens: TrajectoryTokens

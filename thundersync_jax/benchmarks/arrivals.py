@@ -7,6 +7,7 @@ only. Used by `benchmark exactness` and by the tests.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ from thundersync_jax.learner.reference import Attempt, objective_gradient
 from thundersync_jax.learner.score import Params, ScoreSettings
 from thundersync_jax.losses.objectives import make_objective
 from thundersync_jax.model.presets import TransformerConfig
-from thundersync_jax.trajectory import TrajectoryBuilder, TrajectoryTokens
+from thundersync_jax.trajectory import ScoredTurn, TrajectoryBuilder, TrajectoryTokens
 
 VOCAB_SIZE = 13
 
@@ -108,6 +109,63 @@ def run_events(learner: Learner, cases: list[Case], rng: np.random.Generator) ->
             learner.set_reward(groups[g], i, reward)
         if rng.uniform() < 0.5:
             learner.work(max_steps=int(rng.integers(1, 3)))
+
+
+def turns_of(tokens: TrajectoryTokens) -> list[ScoredTurn]:
+    """A trajectory as it arrives while it grows: every turn reads, and then samples; what follows
+    the last sampled token belongs to the last.
+    """
+    mask = tokens.action_mask
+    ends = np.flatnonzero(mask[:-1] & ~mask[1:]) + 1
+    is_tail = not mask[-1]
+    cuts = [0, *(ends[:-1] if is_tail else ends).tolist(), tokens.num_tokens]
+    arrays: dict[str, Any] = {f.name: getattr(tokens, f.name) for f in dataclasses.fields(tokens)}
+    given = {name: array for name, array in arrays.items() if array is not None}
+    return [
+        ScoredTurn(
+            tokens=TrajectoryTokens(**{name: array[begin:end] for name, array in given.items()}),
+            teacher_logprobs=None,
+        )
+        for begin, end in itertools.pairwise(cuts)
+    ]
+
+
+def run_turn_events(
+    learner: Learner, cases: list[Case], rng: np.random.Generator, *, idle: float = 0.7
+) -> None:
+    """As `run_events`, with turns before contents; some trajectories have none, and some attempts
+    fail while they grow.
+
+    Args:
+      idle: how often the learner has time after an event.
+    """
+    groups = [
+        learner.open_group(f"task-{i}", c.prompt, len(c.rewards)) for i, c in enumerate(cases)
+    ]
+    events: list[tuple[float, int, int, Any]] = []
+    for g, case in enumerate(cases):
+        for i, (tokens, reward) in enumerate(zip(case.trajectories, case.rewards, strict=True)):
+            turns: list[Any] = turns_of(tokens) if rng.uniform() < 0.8 else []
+            if reward is None and rng.uniform() < 0.5:
+                parts = [*turns[: int(rng.integers(0, len(turns) + 1))], None]
+            else:
+                parts = [*turns, tokens, reward]
+            events += [
+                (at, g, i, part)
+                for at, part in zip(np.sort(rng.uniform(size=len(parts))), parts, strict=True)
+            ]
+    for _, g, i, part in sorted(events, key=lambda event: event[0]):
+        match part:
+            case ScoredTurn():
+                learner.add_turn(groups[g], i, part)
+            case TrajectoryTokens():
+                learner.add_trajectory(groups[g], i, part)
+            case None:
+                learner.set_failed(groups[g], i, "sandbox died")
+            case reward:
+                learner.set_reward(groups[g], i, reward)
+        if rng.uniform() < idle:
+            learner.work(max_steps=int(rng.integers(1, 4)))
 
 
 def reference(

@@ -148,7 +148,7 @@ class Coordinator:
         self._driver.cancel()
 
     def hear_turn(self, key: TrajectoryKey, turn: ScoredTurn) -> None:
-        """The teacher has scored a turn; one of a step that is over is of no interest."""
+        """A turn is finished, and scored if it must be; one of a past step is of no interest."""
         if self._step_run is not None:
             self._step_run.hear_turn(key, turn)
 

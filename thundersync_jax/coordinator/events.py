@@ -61,7 +61,9 @@ class StepOpened:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TurnScored:
-    """The teacher has scored the trajectory's turn number `turn`, counted from 0."""
+    """The trajectory's turn number `turn`, counted from 0, is finished, and scored where a teacher
+    scores turns.
+    """
 
     key: TrajectoryKey
     turn: int
@@ -167,7 +169,7 @@ class CancelAttempt:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AddTurn:
-    """Give the learner one scored turn of the trajectory."""
+    """Give the learner one finished turn of the trajectory."""
 
     key: TrajectoryKey
     turn: int

@@ -57,7 +57,7 @@ class StepState(enum.Enum):
 
 class Trigger(enum.Enum):
     OPEN = "opening"
-    TURN = "a scored turn"
+    TURN = "a finished turn"
     CONTENT = "final content"
     REWARD = "a reward"
     FAILURE = "a failure"

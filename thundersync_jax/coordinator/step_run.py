@@ -153,7 +153,7 @@ class StepRun:
         self._wake.set()
 
     def hear_turn(self, key: TrajectoryKey, turn: ScoredTurn) -> None:
-        """The teacher has scored the next turn of an attempt."""
+        """The next turn of an attempt is finished, and scored if it must be."""
         live = self._live.get(key)
         if live is not None and live.is_heard:
             live.turns.append(turn)
@@ -325,5 +325,5 @@ class StepRun:
             dispatched_s=live.dispatched_s,
             content_s=live.content_s,
             terminal_s=live.terminal_s,
-            scored_turns=tuple(live.turns),
+            scored_turns=tuple(t for t in live.turns if t.teacher_logprobs is not None),
         )

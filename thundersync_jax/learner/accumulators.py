@@ -29,6 +29,9 @@ from thundersync_jax.learner.program_names import Fold
 from thundersync_jax.learner.programs import Programs
 from thundersync_jax.learner.streaming import Binding, Params, PromptSlots
 from thundersync_jax.learner.sums import Sum
+from thundersync_jax.learner.train_state import TrainState
+from thundersync_jax.learner.turn_buffers import TurnCaches
+from thundersync_jax.learner.turn_schedule import SegmentWork
 from thundersync_jax.learner.work import BindWork, CloseWork, FoldWork, LaneWork, PromptWork
 from thundersync_jax.losses.objective import Objective
 
@@ -43,6 +46,7 @@ class Accumulators:
       pairs: the pool of pairs (G1, G2).
       num_held: gradients that every replica can hold ahead of their verdicts. The last `num_held`
         prompt slots take the prompt's shares of them.
+      turns: the caches of trajectories whose turns run ahead of their content, if any do.
       start: what the sums begin their first step with.
     """
 
@@ -54,8 +58,10 @@ class Accumulators:
         num_held: int,
         objective: Objective,
         start: SumStart,
+        turns: TurnCaches | None = None,
     ) -> None:
         self._programs = programs
+        self._turns = turns
         self._pairs = pairs
         self._num_held = num_held
         self._objective = objective
@@ -70,6 +76,8 @@ class Accumulators:
         self._held: list[Sum] = []
         self._slots: PromptSlots | None = None
         self._pairs.clear()
+        if self._turns is not None:
+            self._turns.clear()
         self._held = [self._programs.held() for _ in range(self._num_held)]
         self._slots = self._programs.prompt_slots()
         self.sums = tuple(self._programs.accumulator() for _ in self._sum_names)
@@ -103,10 +111,23 @@ class Accumulators:
         """Leaves of the step's sums that met an addend beyond their grid."""
         return self._grids.num_promotions
 
-    def note_totals(self) -> None:
-        """Before the update, which clears them."""
+    def totals(self) -> tuple[Params, ...]:
+        """A copy of what the update divides."""
+        return jax.device_get(tuple(jax.jit(type(acc).total)(acc) for acc in self.sums))
+
+    def update(self, state: TrainState, denominators: Sequence[float]) -> jax.Array:
+        """Steps once along the sums, which are zero then; returns the gradient's norm.
+
+        Args:
+          state: its arrays are donated and replaced.
+          denominators: of every sum.
+        """
         for name, acc in zip(self._sum_names, self.sums, strict=True):
             self._grids.note_total(name, acc.grid)
+        state.params, state.opt_state, self.sums, norm = self._programs.update(
+            state.params, state.opt_state, self.sums, denominators
+        )
+        return norm
 
     def next_start(self, rewards: Sequence[float]) -> SumStart:
         """What the next step begins with, after the update.
@@ -154,6 +175,13 @@ class Accumulators:
         self._pairs.put(reached, results[num_sums:num_others])
         self._slots = slots if work.prefix_bucket else self._slots
         return np.asarray(stats)
+
+    def run_turns(self, params: Params, work: SegmentWork) -> np.ndarray | None:
+        """Folds turns into their trajectories' held gradients; returns as `TurnCaches.run`."""
+        assert self._turns is not None
+        held, stats = self._turns.run(params, work, tuple(self._held))
+        self._held = list(held)
+        return stats
 
     def bind(self, work: BindWork) -> None:
         """Folds the held gradients whose verdicts came, and drops those that failed."""
@@ -247,7 +275,8 @@ class Accumulators:
                 weights[0] = 1.0
             case _:
                 closing = lane.group.cohort.closing
-                weights[0] = closing.scale * closing.advantages[lane.member]
+                advantage = closing.advantages[lane.member]
+                weights[0] = closing.scale * advantage * lane.member.held_scale
         return weights
 
     def _pair_coefficients(self, lane: LaneWork) -> tuple[float, float]:
@@ -259,9 +288,10 @@ class Accumulators:
         cohort = lane.group.cohort
         if self._has_advantages(lane):
             return cohort.closing.unit()
-        reward = lane.members[0].reward  # a packed lane that streams has one reward
-        assert reward is not None and cohort.center is not None
-        return reward - cohort.center, 1.0
+        member = lane.members[0]  # a packed lane that streams has one reward
+        assert member.reward is not None and cohort.center is not None
+        scale = member.held_scale
+        return scale * (member.reward - cohort.center), scale
 
     def _has_advantages(self, lane: LaneWork) -> bool:
         """Its gradient contains them: its score reads them, or one pass serves several members."""

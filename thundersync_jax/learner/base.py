@@ -1,9 +1,9 @@
 """`BaseLearner`: what the learners of rewards and of teachers do alike.
 
 Owns the train state, the replicas' copy of its parameters, and the log of the calls that ran. The
-subclass owns the schedule, which decides the next call, and the buffers, which run it; its hooks
-stand under "what the subclass knows". One thread owns a learner: no method may be called from two
-threads at a time.
+subclass owns the schedule, which decides the next call, and the buffers, which run it; each hook of
+this class says what it must do. One thread owns a learner: no method may be called from two threads
+at a time.
 
     open_group, add_turn, add_trajectory, set_reward, set_failed     only enqueue
     work(max_steps)     runs what is ready, each call to its completion
@@ -29,7 +29,6 @@ from thundersync_jax.learner.program_names import Name
 from thundersync_jax.learner.programs import Programs
 from thundersync_jax.learner.statistics import NonFiniteGradientError
 from thundersync_jax.learner.streaming import Params
-from thundersync_jax.learner.sums import Sum
 from thundersync_jax.learner.train_state import TrainState
 from thundersync_jax.learner.turn_schedule import SegmentWork
 from thundersync_jax.learner.work import Work
@@ -48,6 +47,21 @@ class CallSchedule(Protocol[AnyWork]):
 
     def mark_done(self, work: AnyWork) -> None:
         """Its results are in the buffers."""
+
+
+class StepBuffers(Protocol):
+    """The donated sums of a step."""
+
+    def totals(self) -> tuple[Params, ...]:
+        """A copy of what the update divides."""
+
+    def update(self, state: TrainState, denominators: Sequence[float]) -> jax.Array:
+        """Steps once along the sums, which are zero then; returns the gradient's norm.
+
+        Args:
+          state: its arrays are donated and replaced.
+          denominators: of every sum.
+        """
 
 
 class StepChecks(Protocol):
@@ -73,7 +87,7 @@ class BaseLearner(abc.ABC, Generic[AnyWork]):
 
     _programs: Programs
     _schedule: CallSchedule[AnyWork]
-    _sums: tuple[Sum, ...]  # of the step, donated to calls and to the update
+    _buffers: StepBuffers
     _statistics: StepChecks
 
     def __init__(
@@ -162,8 +176,7 @@ class BaseLearner(abc.ABC, Generic[AnyWork]):
             parts = [g / count for g, count in zip(sums, counts, strict=True)]
             return -np.sum(parts, axis=0)
 
-        totals = tuple(jax.jit(type(acc).total)(acc) for acc in self._sums)
-        return jax.tree.map(descent, *jax.device_get(totals))
+        return jax.tree.map(descent, *self._buffers.totals())
 
     def update(self) -> UpdateReport:
         """Runs what is left, then normalizes, clips and steps once; the next step starts empty.
@@ -259,12 +272,9 @@ class BaseLearner(abc.ABC, Generic[AnyWork]):
     def _step(self) -> float:
         """Updates the state; the gradient's norm."""
         started_s = time.monotonic()
-        state = self.state
-        state.params, state.opt_state, self._sums, norm = self._programs.update(
-            state.params, state.opt_state, self._sums, self._denominators()
-        )
+        norm = self._buffers.update(self.state, self._denominators())
         self.params = None  # freed before its successor is made
-        self.params = self._programs.gather(state.params)
+        self.params = self._programs.gather(self.state.params)
         value = float(norm)  # blocks until the update is complete
         if not math.isfinite(value):
             self._failure = NonFiniteGradientError(
@@ -273,5 +283,5 @@ class BaseLearner(abc.ABC, Generic[AnyWork]):
             )
             raise self._failure
         self._log.add("update", 0, 0, started_s)
-        state.policy_version += 1
+        self.state.policy_version += 1
         return value

@@ -33,12 +33,10 @@ from thundersync_jax.learner.distillation_statistics import DistillationStatisti
 from thundersync_jax.learner.groups import Cohort, Group, LearnerError, Member, Stage
 from thundersync_jax.learner.memory import plan_memory, room_of
 from thundersync_jax.learner.optimizer import make_optimizer
-from thundersync_jax.learner.placement import device_bytes
 from thundersync_jax.learner.program_names import Name, distillation_program_names
 from thundersync_jax.learner.score import ScoreSettings
 from thundersync_jax.learner.statistics import note_of
 from thundersync_jax.learner.streaming import Params
-from thundersync_jax.learner.sums import Sum
 from thundersync_jax.learner.token_checks import (
     check_ids,
     check_length,
@@ -111,9 +109,8 @@ class Distiller(BaseLearner[SegmentWork]):
         caches = CacheShapes(num_caches=num_caches, length=config.buckets[-1])
         make = functools.partial(TurnPrograms, settings, make_optimizer(optimizer), mesh, caches)
         room = room_of(mesh.local_devices[0], reserved_bytes)
-        plan, programs = plan_memory(self._config, room, make)
+        memory, programs = plan_memory(self._config, room, make)
         assert isinstance(programs, TurnPrograms)
-        memory = plan.with_reserved(device_bytes(programs.caches))
         super().__init__(programs, memory, optimizer, params)
         self._prefix_buckets = opd.prefix_buckets or config.buckets[-1:]
         self._schedule = TurnSchedule(
@@ -125,7 +122,6 @@ class Distiller(BaseLearner[SegmentWork]):
             stream_turns=stream_turns,
         )
         self._buffers = TurnBuffers(programs)
-        self._sums: tuple[Sum, ...] = (programs.accumulator(),)
         self._begin_step()
 
     # -- what the caller enqueues ---------------------------------------------------------------
@@ -213,12 +209,10 @@ class Distiller(BaseLearner[SegmentWork]):
         )
 
     def _clear_buffers(self) -> None:
-        self._sums = ()  # freed before their successors are made
-        self._sums = (self._programs.accumulator(),)
         self._buffers.clear()
 
     def _run(self, work: SegmentWork) -> tuple[str, int, int]:
-        self._sums, stats = self._buffers.run(self.params, work, self._sums)
+        stats = self._buffers.run(self.params, work)
         for replica, filled in enumerate(work.replicas):
             for at, lane in enumerate(filled):
                 note = None if stats is None else note_of(stats, replica, at)

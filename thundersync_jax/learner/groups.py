@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from thundersync_jax.learner.buckets import Example
+from thundersync_jax.learner.turns import TurnSequence
 from thundersync_jax.losses.normalizers import Counts
 from thundersync_jax.losses.objective import Objective
 from thundersync_jax.losses.objective_check import advantages_of
@@ -79,6 +80,9 @@ class Member:
       bucket: of its lane; 0 when there is no gradient.
       graded: the reward as it came; `reward` is what counts, as the objective shapes it.
       owes_terms: it has reward-free terms that are in no sum yet.
+      turns: its turns, while they may run ahead of its content.
+      is_by_turns: they did: its held gradient has no shared prompt, and lacks `length_scale`.
+      length_scale: the normaliser's factor of its token weights.
     """
 
     index: int
@@ -93,6 +97,14 @@ class Member:
     path: Path | None = None
     held: Held | None = None
     was_held: bool = False
+    turns: TurnSequence | None = dataclasses.field(default=None, repr=False)
+    is_by_turns: bool = False
+    length_scale: float = 1.0
+
+    @property
+    def held_scale(self) -> float:
+        """The factor of its gradient where it is folded: what its token weights lack."""
+        return self.length_scale if self.is_by_turns else 1.0
 
     @property
     def is_terminal(self) -> bool:
@@ -264,10 +276,11 @@ class Group:
 
     @property
     def has_gradient(self) -> bool:
-        """Complete, and something of it is in a sum."""
+        """Complete, and something of it goes through its prompt, if that is shared."""
         if self.cohort.objective.term_sums:
             return any(m.bucket for m in self.members)
-        return not self.is_zero and any(m.bucket and m.reward is not None for m in self.members)
+        counted = [m for m in self.members if m.bucket and m.reward is not None]
+        return not self.is_zero and any(not m.is_by_turns for m in counted)
 
     def set_reward(self, member: Member, reward: float) -> None:
         """Gives a member its verdict; raises LearnerError unless it waits for one."""

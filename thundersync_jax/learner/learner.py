@@ -21,7 +21,7 @@ Which work is released when (stream or barrier) is the caller's decision: in bar
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 from jax.sharding import Mesh
@@ -29,21 +29,25 @@ from jax.sharding import Mesh
 from thundersync_jax.config_sections import LearnerSection, OptimizerSection
 from thundersync_jax.learner.accumulators import Accumulators
 from thundersync_jax.learner.base import BaseLearner
-from thundersync_jax.learner.buckets import bucket_of, make_example
-from thundersync_jax.learner.groups import Group, LearnerError, Member, Stage, denominators
+from thundersync_jax.learner.buckets import bucket_of
+from thundersync_jax.learner.contents import Contents
+from thundersync_jax.learner.groups import Group, LearnerError, Member, denominators
 from thundersync_jax.learner.memory import plan_memory, room_of
 from thundersync_jax.learner.optimizer import make_optimizer
 from thundersync_jax.learner.pairs import Pairs
-from thundersync_jax.learner.program_names import Name, program_names
+from thundersync_jax.learner.program_names import Name, Shapes, program_names
 from thundersync_jax.learner.programs import Programs
 from thundersync_jax.learner.reduction import REDUCTIONS
 from thundersync_jax.learner.schedule import Schedule
 from thundersync_jax.learner.score import ScoreSettings
 from thundersync_jax.learner.statistics import StepStatistics, note_of
 from thundersync_jax.learner.streaming import Params
-from thundersync_jax.learner.sums import Sum
-from thundersync_jax.learner.token_checks import check_ids, check_length, check_prompt
+from thundersync_jax.learner.token_checks import check_prompt
+from thundersync_jax.learner.turn_buffers import TurnCaches
+from thundersync_jax.learner.turn_programs import TurnPrograms, held_caches
+from thundersync_jax.learner.turn_schedule import SegmentWork, StreamTurns, TurnSchedule
 from thundersync_jax.learner.work import BindWork, CloseWork, FoldWork, PromptWork, Work
+from thundersync_jax.losses.objective_check import check_turns
 from thundersync_jax.losses.objectives import make_objective
 from thundersync_jax.model.presets import TransformerConfig
 from thundersync_jax.sharding import MeshShape, make_mesh
@@ -90,7 +94,12 @@ class Learner(BaseLearner[Work]):
         )
         mesh = mesh or make_mesh(MeshShape(), jax.devices()[:1])
         room = room_of(mesh.local_devices[0], reserved_bytes)
-        make = functools.partial(Programs, settings, make_optimizer(optimizer), mesh)
+        parts = (settings, make_optimizer(optimizer), mesh)
+        make: Callable[[Shapes], Programs] = functools.partial(Programs, *parts)
+        if config.stream_turns != "never":
+            check_turns(self._objective)
+        if config.has_turns:
+            make = functools.partial(TurnPrograms, *parts, held_caches(config))
         memory, programs = plan_memory(config, room, make)
         super().__init__(programs, memory, optimizer, params)
         config, shapes = memory.config, programs.shapes
@@ -108,8 +117,11 @@ class Learner(BaseLearner[Work]):
             num_held=config.held_gradients,
             objective=self._objective,
             start=self.state.sums,
+            turns=TurnCaches(programs) if isinstance(programs, TurnPrograms) else None,
         )
         self._schedule = self._make_schedule()
+        grow = self._schedule.turns.grow
+        self._contents = Contents(self._objective, config, self._vocab_size, grow)
         self._begin_step()
 
     # -- what the caller enqueues ---------------------------------------------------------------
@@ -143,30 +155,20 @@ class Learner(BaseLearner[Work]):
         return group_id
 
     def add_turn(self, group: int, index: int, turn: ScoredTurn) -> None:
-        """Turns arrive where a teacher scores them: `Distiller`. Raises LearnerError."""
+        """Gives a growing trajectory its next turn; with `learner.stream_turns` it may run before
+        the content is final. Raises LearnerError; then nothing has changed.
+
+        Args:
+          turn: not scored by a teacher: `Distiller` takes those.
+        """
         found, member = self._find(group, index)
-        raise LearnerError(
-            f"{found.name(member)}: a scored turn came, and no teacher is configured: set "
-            "opd.teacher"
-        )
+        self._contents.add_turn(found, member, turn)
 
     def add_trajectory(self, group: int, index: int, tokens: TrajectoryTokens) -> None:
         """Gives a trajectory its final content. Raises LearnerError; then nothing has changed."""
         found, member = self._find(group, index)
-        check_ids(found.name(member), tokens.token_ids, self._vocab_size)
-        is_shared = bool(found.prefix_bucket)
-        try:
-            example = make_example(found.prompt_ids, tokens, self._objective, is_shared=is_shared)
-        except ValueError as error:
-            raise LearnerError(f"{found.name(member)}: {error}") from None
-        length = example.prefix_length + example.num_positions
-        check_length(found.name(member), length, self._config.buckets[-1])
-        member.advance(Stage.CONTENT, found.name(member))
-        member.example = example
-        member.num_action_tokens = tokens.num_action_tokens
-        if example.num_positions:
-            member.bucket = bucket_of(example.num_positions, self._config.buckets)
-            member.owes_terms = bool(self._objective.term_sums)
+        self._contents.add_trajectory(found, member, tokens)
+        self._schedule.turns.end(member)
 
     # -- internals ------------------------------------------------------------------------------
 
@@ -183,6 +185,20 @@ class Learner(BaseLearner[Work]):
             pack_buckets=[b for b in config.buckets if b <= config.pack_tokens],
             paired=self._reduction.paired,
             is_local=self._reduction.is_local,
+            turns=self._make_turn_schedule(),
+        )
+
+    def _make_turn_schedule(self) -> TurnSchedule | None:
+        config, programs = self._config, self._programs
+        if config.stream_turns == "never":
+            return None
+        return TurnSchedule(
+            num_replicas=programs.num_replicas,
+            num_caches=config.num_turn_caches if config.has_turns else 0,
+            buckets=config.buckets,
+            prefix_buckets=config.buckets[-1:],
+            lanes_per_call=programs.lanes_per_call,
+            stream_turns=StreamTurns.IDLE,
         )
 
     def _program_names(self) -> list[Name]:
@@ -223,6 +239,14 @@ class Learner(BaseLearner[Work]):
                 for lane in filter(None, bound):
                     statistics.release(lane)
                 return "bind", 0, len(bound) - bound.count(None)
+            case SegmentWork(kind=kind):
+                notes = buffers.run_turns(params, work)
+                for replica, turns in enumerate(work.replicas):
+                    for at, turn in enumerate(turns):
+                        note = None if notes is None else note_of(notes, replica, at)
+                        member = self._schedule.turns.member_of(turn.sequence)
+                        statistics.add_turn(member, kind, turn, note)
+                return kind.value, work.bucket, len(work.lanes)
             case FoldWork():
                 stats = buffers.fold(params, work)
                 for replica, filled in enumerate(work.replicas):
@@ -244,16 +268,7 @@ class Learner(BaseLearner[Work]):
             )
         self._schedule.seal()
 
-    @property
-    def _sums(self) -> tuple[Sum, ...]:
-        return self._buffers.sums
-
-    @_sums.setter
-    def _sums(self, sums: tuple[Sum, ...]) -> None:
-        self._buffers.sums = sums
-
     def _step(self) -> float:
-        self._buffers.note_totals()
         norm = super()._step()
         members = [m for group in self._groups() for m in group.members]
         rewards = [m.reward for m in members if m.reward is not None]

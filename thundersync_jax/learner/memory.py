@@ -87,6 +87,7 @@ class Sizes:
       held_bytes: one gradient ahead of its verdict.
       slot_bytes: one shared prompt with its adjoints; 0 where none is shared.
       num_sums: sums with a denominator of their own: of the scores, and of reward-free terms.
+      caches_bytes: the trajectory caches, all of them.
     """
 
     state_bytes: int
@@ -94,9 +95,11 @@ class Sizes:
     held_bytes: int
     slot_bytes: int
     num_sums: int = 1
+    caches_bytes: int = 0
 
 
-def sizes_of(placement: Placement) -> Sizes:
+def sizes_of(placement: Placement, caches: Any = None) -> Sizes:
+    """Sizes of what a learner places; `caches` are abstract."""
     master = 0 if placement.is_master_shared else device_bytes(placement.master)
     slots = placement.slots
     return Sizes(
@@ -105,6 +108,7 @@ def sizes_of(placement: Placement) -> Sizes:
         held_bytes=device_bytes(placement.held),
         slot_bytes=0 if slots is None else device_bytes(slots) // slots.kv.keys.shape[1],
         num_sums=placement.num_sums,
+        caches_bytes=device_bytes(caches),
     )
 
 
@@ -145,6 +149,7 @@ class MemoryPlan:
             "pairs": 2 * self.num_device_pairs * accumulator,
             "held gradients": held * self.sizes.held_bytes,
             "prompt slots": self.num_slots * self.sizes.slot_bytes,
+            "trajectory caches": self.sizes.caches_bytes,
         }
 
     @property
@@ -172,15 +177,6 @@ class MemoryPlan:
             return self.peak_bytes + self.host_bytes <= free_bytes
         return self.peak_bytes <= free_bytes and self.host_bytes <= room.host_bytes
 
-    def with_reserved(self, num_bytes: int) -> MemoryPlan:
-        """The plan with so much more for others. Raises MemoryPlanError if it does not fit."""
-        reserved_bytes = self.room.reserved_bytes + num_bytes
-        plan = dataclasses.replace(
-            self, room=dataclasses.replace(self.room, reserved_bytes=reserved_bytes)
-        )
-        check_fits(plan)
-        return plan
-
     def describe(self) -> str:
         """For people, in one line."""
         slots = f", {self.config.prompt_slots} prompt slots" if self.num_slots else ""
@@ -198,7 +194,7 @@ def plan_memory(
     """The plan of a configuration, and its programs. Raises MemoryPlanError if it does not fit."""
     most = _with_groups(config, MAX_GROUPS)
     programs = make(shapes_of(most))
-    plan = MemoryPlan(config=most, sizes=sizes_of(programs.placement), room=room)
+    plan = MemoryPlan(config=most, sizes=sizes_of(programs.placement, programs.caches), room=room)
     if most == config:
         check_fits(plan)
         return plan, programs

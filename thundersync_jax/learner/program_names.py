@@ -116,6 +116,8 @@ def program_names(config: LearnerSection) -> list[Name]:
         names.append(Whole.SLOTS)
     if config.held_gradients:
         names += [Whole.BIND, Whole.HELD]
+    if config.has_turns:
+        names += turn_program_names(config.buckets, config.buckets[-1:])
     return [*names, Whole.CLOSE] if config.pool_size else names
 
 
@@ -126,8 +128,12 @@ def distillation_program_names(
     names: list[Name] = [Whole.UPDATE, Whole.GATHER, Whole.ACCUMULATOR]
     names += [Turn(Part.WHOLE, 0, bucket) for bucket in buckets]
     if has_caches:
-        names.append(Caches.ZERO)
-        parts = (Part.FORWARD, Part.SCORE, Part.REPLAY)
-        shapes = [(p, b) for p in (0, *prefix_buckets) for b in buckets]
-        names += [Turn(part, *shape) for part in parts for shape in shapes]
+        names += turn_program_names(buckets, prefix_buckets)
     return names
+
+
+def turn_program_names(buckets: tuple[int, ...], prefix_buckets: tuple[int, ...]) -> list[Name]:
+    """Every program that trajectories with caches can need."""
+    parts = (Part.FORWARD, Part.SCORE, Part.REPLAY)
+    shapes = [(p, b) for p in (0, *prefix_buckets) for b in buckets]
+    return [Caches.ZERO, *(Turn(part, *shape) for part in parts for shape in shapes)]

@@ -73,6 +73,7 @@ class Programs:
             sum_type=REDUCTIONS[shapes.reduction].sum_type,
         )
         self.num_replicas = self.placement.num_replicas
+        self.caches: Any = None  # trajectory caches, abstract: see TurnPrograms
         self._compiled: dict[Name, jax.stages.Compiled] = {}
 
     # -- making and moving state ----------------------------------------------------------------

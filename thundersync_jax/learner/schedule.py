@@ -11,8 +11,10 @@ Invariants:
     the prompt.
   * Closing comes first, for it frees buffers; then held gradients whose verdict came; then the
     shape with most ready tokens. Prompts are loaded before they hold something up, and otherwise
-    when nothing else is due. Gradients ahead of their verdicts come last: in lanes that would stay
+    when nothing else is due. Gradients ahead of their verdicts come after: in lanes that would stay
     empty, or when nothing is ready.
+  * Turns of growing trajectories come last: `turns_ahead.py`. What is left of one once its content
+    is final comes before gradients ahead.
 
 The same object drives the learner and the simulation of its schedule.
 """
@@ -25,6 +27,8 @@ from thundersync_jax.learner.filling import Filling
 from thundersync_jax.learner.groups import Cohort, Group, Held, Member, Path, Stage
 from thundersync_jax.learner.packing import pack
 from thundersync_jax.learner.prompt_schedule import PromptSchedule
+from thundersync_jax.learner.turn_schedule import SegmentWork, TurnSchedule
+from thundersync_jax.learner.turns_ahead import TurnsAhead
 from thundersync_jax.learner.work import BindWork, CloseWork, FoldWork, LaneWork, PromptWork, Work
 from thundersync_jax.losses.objective import Objective, Streams
 
@@ -34,6 +38,9 @@ Ready = tuple[Group, tuple[Member, ...], Path]
 class Schedule:
     """The groups of the current step and the free buffers.
 
+    Attributes:
+      turns: of growing trajectories; the learner says there what came.
+
     Args:
       num_pairs: pairs (G1, G2) of every replica.
       num_slots: prompt slots of every replica.
@@ -42,6 +49,7 @@ class Schedule:
       lanes_per_call: K by bucket.
       pack_buckets: buckets of lanes that several trajectories may share.
       paired: paths that go through the cohort's pair; a trajectory waits for a free one.
+      turns: decides which turns run ahead of their content; None runs none.
       is_local: a group stays on one replica and waits there for a prompt slot, so that content
         alone decides which program computes its gradients.
     """
@@ -59,6 +67,7 @@ class Schedule:
         pack_buckets: Sequence[int] = (),
         paired: Collection[Path] = (Path.STREAM,),
         is_local: bool = False,
+        turns: TurnSchedule | None = None,
     ) -> None:
         self._num_replicas = num_replicas
         self._pairs_per_call = pairs_per_call
@@ -72,6 +81,7 @@ class Schedule:
             num_replicas=num_replicas, num_slots=num_slots, is_local=is_local
         )
         self._free_held = [set(range(num_held)) for _ in range(num_replicas)]
+        self.turns = TurnsAhead(turns, self._free_held)
         self._groups: dict[int, Group] = {}
         self.begin()
 
@@ -112,6 +122,7 @@ class Schedule:
             for member in group.members:
                 if member.held is not None:
                     self._free_held[member.held.replica].add(member.held.index)
+        self.turns.clear()
         self._groups = {}
         self._center = center
         self._step = self._cohort()
@@ -124,6 +135,7 @@ class Schedule:
         """The call that is due, its buffers taken; None when nothing is ready."""
         for group in self.groups:
             self._prompts.reserve(group)
+        self.turns.settle()
         closing = [g for g in self.groups if self._ready_to_close(g)]
         cohorts = dict.fromkeys(group.cohort for group in closing)
         close = self._close([c for c in cohorts if c.pairs and c.is_accumulated])
@@ -139,11 +151,12 @@ class Schedule:
         unloaded = [g for g in self.groups if self._prompts.is_due(g)]
         waiting = [g for g in unloaded if any(m.stage is Stage.READY for m in g.members)]
         if waiting or best is None or not best.num_tokens:
-            forward = self._prompts.work(waiting or unloaded, is_backward=False)
+            ended = None if waiting else self.turns.closing_work()
+            forward = ended or self._prompts.work(waiting or unloaded, is_backward=False)
             if forward is not None:
                 return forward
         if best is None:
-            return None
+            return self.turns.growing_work(self.groups)
         spread = self._prompts.spread(best, self._free_pairs)
         if spread is None:
             self._take_buffers(best)
@@ -171,6 +184,8 @@ class Schedule:
                         if lane.member.reward is not None:
                             lane.member.advance(Stage.DONE, lane.group.name(lane.member))
                             lane.member.path = Path.AHEAD
+            case SegmentWork():
+                self.turns.mark_done(work)
             case FoldWork():
                 for lane in work.lanes:
                     for member in lane.members:
@@ -297,12 +312,14 @@ class Schedule:
                     lane.member.held = Held(replica=replica, index=lane.held)
                     self._free_held[replica].discard(lane.held)
 
+    # -- gradients ahead of their verdicts ------------------------------------------------------
+
     def _binding(self) -> BindWork | None:
         """Held gradients whose verdict came: those of one index, on every replica that has one."""
         ready: dict[int, dict[int, LaneWork]] = {}
         for group in self.groups:
             for member in group.members:
-                if member.held is not None and member.is_terminal:
+                if member.held is not None and member.is_terminal and member.turns is None:
                     lane = self._bound(group, member, member.held)
                     if lane is not None:
                         ready.setdefault(member.held.index, {})[member.held.replica] = lane

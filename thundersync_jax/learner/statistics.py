@@ -10,6 +10,7 @@ import numpy as np
 
 from thundersync_jax.errors import UserError
 from thundersync_jax.learner.groups import FINAL_PATHS, Group, Member, Path, Stage
+from thundersync_jax.learner.turn_schedule import SegmentKind, SegmentLane
 from thundersync_jax.learner.work import LaneWork
 from thundersync_jax.losses.advantages import is_constant
 from thundersync_jax.losses.objective import Objective
@@ -32,6 +33,14 @@ class Note:
     gap_max: float
     is_finite: bool
 
+    def joined(self, other: Note) -> Note:
+        """Of both."""
+        return Note(
+            gap_sum=self.gap_sum + other.gap_sum,
+            gap_max=max(self.gap_max, other.gap_max),
+            is_finite=self.is_finite and other.is_finite,
+        )
+
 
 def note_of(stats: np.ndarray, replica: int, lane: int) -> Note:
     """One lane of a call's statistics [R, STATISTICS, K]; see `streaming.accumulate`."""
@@ -52,6 +61,7 @@ class StepStatistics:
         self._notes: list[tuple[LaneWork, Note]] = []
         self._terms: list[tuple[LaneWork, Note]] = []
         self._held: dict[Member, Note] = {}
+        self._num_replayed = 0
         self.has_gradient = False
 
     def add(self, lane: LaneWork, note: Note) -> None:
@@ -65,10 +75,20 @@ class StepStatistics:
             self.has_gradient |= lane.path is Path.DIRECT and not lane.group.is_zero
             self._notes.append((lane, note))
 
+    def add_turn(
+        self, member: Member, kind: SegmentKind, lane: SegmentLane, note: Note | None
+    ) -> None:
+        """Counts a turn of a held gradient; a forward call has nothing to note."""
+        if kind in (SegmentKind.FORWARD, SegmentKind.REPLAY):
+            self._num_replayed += lane.example.num_positions
+        if note is not None:
+            known = self._held.get(member)
+            self._held[member] = note if known is None else known.joined(note)
+
     def release(self, lane: LaneWork) -> None:
         """The verdict of a held gradient came: it counts, or is forgotten if the attempt failed."""
-        note = self._held.pop(lane.member)
-        if lane.member.reward is not None:
+        note = self._held.pop(lane.member, None)  # None: dropped before anything was scored
+        if lane.member.reward is not None and note is not None:
             self.has_gradient |= lane.path is Path.DIRECT and not lane.group.is_zero
             self._notes.append((lane, note))
 
@@ -135,6 +155,8 @@ class StepStatistics:
             learning_rate=learning_rate,
             paths={path.value: sum(m.path is path for m in members) for path in FINAL_PATHS},
             num_held=sum(m.was_held for m in members),
+            num_by_turns=sum(m.is_by_turns and m.reward is not None for m in members),
+            replayed_tokens=self._num_replayed,
             num_promotions=num_promotions,
         )
 

@@ -1,10 +1,13 @@
-"""`TurnBuffers`: the trajectory caches; runs the calls of turn replay on them.
+"""`TurnCaches` run the calls of turn replay; `TurnBuffers` are them and a distiller's batch sum.
 
-They are donated to the programs and replaced by their results, so nobody else may hold a reference
-across a call. So are the sums that a call folds into, which are its caller's.
+Caches and sums are donated to the programs and replaced by their results, so nobody else may hold a
+reference across a call.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,13 +16,14 @@ from thundersync_jax.learner.buckets import LaneItem, pad_lanes
 from thundersync_jax.learner.program_names import Turn
 from thundersync_jax.learner.streaming import Params
 from thundersync_jax.learner.sums import Sum
+from thundersync_jax.learner.train_state import TrainState
 from thundersync_jax.learner.turn_programs import PART, TurnPrograms
 from thundersync_jax.learner.turn_replay import TrajectoryCaches
 from thundersync_jax.learner.turn_schedule import SegmentKind, SegmentLane, SegmentWork
 
 
-class TurnBuffers:
-    """Caches of one step, on every replica."""
+class TurnCaches:
+    """The trajectory caches of one step, on every replica; the sums of a call are its caller's."""
 
     def __init__(self, programs: TurnPrograms) -> None:
         self._programs = programs
@@ -75,6 +79,42 @@ class TurnBuffers:
                     name, params, sums, self._caches, coefficients, is_closed, lanes
                 )
         return sums, np.asarray(stats)
+
+
+class TurnBuffers:
+    """Batch sum and trajectory caches of one step, on every replica."""
+
+    def __init__(self, programs: TurnPrograms) -> None:
+        self._programs = programs
+        self._caches = TurnCaches(programs)
+        self.batch: Any = programs.accumulator()  # a Sum
+
+    def clear(self) -> None:
+        """Begins with zeros again."""
+        self.batch = None  # freed before its successor is made
+        self.batch = self._programs.accumulator()
+        self._caches.clear()
+
+    def totals(self) -> tuple[Params, ...]:
+        """A copy of what the update divides."""
+        return (jax.device_get(self.batch.total()),)
+
+    def update(self, state: TrainState, denominators: Sequence[float]) -> jax.Array:
+        """Steps once along the batch sum, which is zero then; returns the gradient's norm.
+
+        Args:
+          state: its arrays are donated and replaced.
+          denominators: that of the batch sum.
+        """
+        state.params, state.opt_state, (self.batch,), norm = self._programs.update(
+            state.params, state.opt_state, (self.batch,), denominators
+        )
+        return norm
+
+    def run(self, params: Params, work: SegmentWork) -> np.ndarray | None:
+        """Runs one call to its completion; what it says of its lanes, [R, STATISTICS, K]."""
+        (self.batch,), stats = self._caches.run(params, work, (self.batch,))
+        return stats
 
 
 def _item(lane: SegmentLane) -> LaneItem:

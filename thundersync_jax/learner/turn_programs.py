@@ -14,6 +14,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
+from thundersync_jax.config_sections import LearnerSection
 from thundersync_jax.learner import turn_replay
 from thundersync_jax.learner.buckets import Lanes
 from thundersync_jax.learner.program_names import Caches, Name, Part, Shapes, Turn
@@ -45,12 +46,17 @@ class CacheShapes:
     is_held: bool = False
 
 
+def held_caches(config: LearnerSection) -> CacheShapes:
+    """Those of trajectories whose turns run ahead of their content."""
+    return CacheShapes(num_caches=config.num_turn_caches, length=config.buckets[-1], is_held=True)
+
+
 class TurnPrograms(Programs):
     """`Programs` with those of turn replay.
 
     Attributes:
       turn_sums: the buffers that turns are folded into, abstract.
-      caches: the pool of trajectory caches, abstract; None without any.
+      caches: the pool of trajectory caches, abstract TrajectoryCaches; None without any.
     """
 
     def __init__(
@@ -65,7 +71,6 @@ class TurnPrograms(Programs):
         place, pool = self.placement, (settings.model, caches.num_caches, caches.length)
         is_held = caches.is_held
         self.turn_sums: tuple[Any, ...] = (place.held,) * shapes.num_held if is_held else self._sums
-        self.caches: TrajectoryCaches | None = None
         if caches.num_caches:
             self.caches = TrajectoryCaches(
                 kv=place.keys_values(*pool, settings.model.dtype),

@@ -94,6 +94,11 @@ class TurnSchedule:
     def add(self, sequence: TurnSequence) -> None:
         self._sequences.append(sequence)
 
+    def remove(self, sequence: TurnSequence) -> None:
+        """Nothing of the trajectory runs any more."""
+        self._release(sequence)
+        self._sequences.remove(sequence)
+
     def clear(self) -> None:
         """Forgets the step; every cache is free again."""
         for sequence in self._sequences:
@@ -102,21 +107,37 @@ class TurnSchedule:
 
     def next_work(self) -> SegmentWork | None:
         """The call that is due, its caches taken; None when nothing is ready."""
-        live = [s for s in self._sequences if not s.is_done]
-        closing = (self._closing(s) for s in live if s.is_closed)
-        growing = (self._streaming(s) for s in live if not s.is_closed)
         match self._stream_turns:
             case StreamTurns.NEVER:
-                ranked = [closing]
+                return self.closing_work()
             case StreamTurns.IDLE:
-                ranked = [closing, growing]
+                return self.closing_work() or self.growing_work()
             case StreamTurns.ALWAYS:
-                ranked = [growing, closing]
-        for steps in ranked:
-            work = self._best(step for step in steps if step is not None)
-            if work is not None:
-                return work
-        return None
+                return self.growing_work() or self.closing_work()
+
+    def closing_work(self) -> SegmentWork | None:
+        """The call that is due of closed trajectories."""
+        self.settle()
+        return self._best(self._closing(s) for s in self._sequences if s.is_closed)
+
+    def growing_work(self, most: Sequence[int] | None = None) -> SegmentWork | None:
+        """The call that is due of growing trajectories, their caches taken.
+
+        Args:
+          most: caches of every replica that may be taken; all that are free by default.
+        """
+        growing = (self._streaming(s) for s in self._sequences if not s.is_closed)
+        return self._best(growing, most)
+
+    def settle(self) -> None:
+        """Marks the closed trajectories of which nothing is left as done; frees their caches."""
+        for sequence in self._sequences:
+            segments = sequence.to_run() if sequence.is_closed else []
+            if segments and segments[-1].stage is SegmentStage.STREAMED:
+                segments[-1].advance(SegmentStage.DONE)  # nothing reads it
+            if sequence.is_closed and all(s.stage is SegmentStage.DONE for s in segments):
+                sequence.is_done = True
+                self._release(sequence)
 
     def mark_done(self, work: SegmentWork) -> None:
         """Records that the call's results are in batch sum, caches and ledgers."""
@@ -136,13 +157,8 @@ class TurnSchedule:
 
     def _closing(self, sequence: TurnSequence) -> tuple[SegmentKind, SegmentLane] | None:
         """The next call of a closed trajectory; None when that was all."""
-        segments = sequence.to_run()
-        if segments and segments[-1].stage is SegmentStage.STREAMED:
-            segments[-1].advance(SegmentStage.DONE)  # nothing reads it
-        left = [s for s in segments if s.stage is not SegmentStage.DONE]
+        left = [s for s in sequence.to_run() if s.stage is not SegmentStage.DONE]
         if not left:
-            sequence.is_done = True
-            self._release(sequence)
             return None
         if sequence.cache is None:
             whole = SegmentLane(sequence=sequence, segment=None, example=sequence.whole())
@@ -164,13 +180,22 @@ class TurnSchedule:
 
     # -- which of them share a call -------------------------------------------------------------
 
-    def _best(self, steps: Iterable[tuple[SegmentKind, SegmentLane]]) -> SegmentWork | None:
-        """The shape with most tokens."""
+    def _best(
+        self,
+        steps: Iterable[tuple[SegmentKind, SegmentLane] | None],
+        most: Sequence[int] | None = None,
+    ) -> SegmentWork | None:
+        """The shape with most tokens; takes at most `most` caches of every replica."""
         shapes: dict[tuple[SegmentKind, int, int], list[SegmentLane]] = {}
-        for kind, lane in steps:
+        for kind, lane in filter(None, steps):
             shapes.setdefault((kind, *self._shape(lane.example)), []).append(lane)
-        calls = [self._fill(*shape, lanes) for shape, lanes in shapes.items()]
-        best = max(calls, key=lambda work: work.num_tokens, default=None)
+        room = [len(free) for free in self._free]
+        if most is not None:
+            room = [min(*pair) for pair in zip(room, most, strict=True)]
+        calls = [self._fill(*shape, lanes, list(room)) for shape, lanes in shapes.items()]
+        best = max(
+            (work for work in calls if work.lanes), key=lambda work: work.num_tokens, default=None
+        )
         if best is not None and best.kind is not SegmentKind.WHOLE:
             for replica, lanes in enumerate(best.replicas):
                 for lane in lanes:
@@ -183,11 +208,15 @@ class TurnSchedule:
         return prefix_bucket, bucket_of(example.num_positions, self._buckets)
 
     def _fill(
-        self, kind: SegmentKind, prefix_bucket: int, bucket: int, lanes: Sequence[SegmentLane]
+        self,
+        kind: SegmentKind,
+        prefix_bucket: int,
+        bucket: int,
+        lanes: Sequence[SegmentLane],
+        room: list[int],
     ) -> SegmentWork:
         """Each lane on its trajectory's replica, or on that with fewest which can take it."""
         filled: list[list[SegmentLane]] = [[] for _ in self._free]
-        room = [len(free) for free in self._free]
         capacity = self._lanes_per_call(bucket)
         for lane in lanes:
             cache = lane.sequence.cache

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Callable
 
 import numpy as np
 
@@ -64,8 +65,23 @@ class CachePlace:
     index: int
 
 
+# (turn, action mask of the turns before it) -> weights of its tokens; 0 trains on none of them.
+Weigh = Callable[[ScoredTurn, np.ndarray], np.ndarray]
+
+
+def taught(turn: ScoredTurn, mask_before: np.ndarray) -> np.ndarray:
+    """The weights of distillation; a turn without scores teaches nothing."""
+    tokens = turn.tokens
+    if turn.teacher_logprobs is None:
+        return np.zeros(tokens.num_tokens)
+    return distillation_weights(tokens.action_mask, turn.teacher_logprobs, tokens.behavior_logprobs)
+
+
 class TurnSequence:
     """One trajectory while its turns arrive.
+
+    Args:
+      weigh: the weights of a turn's tokens, known with the turn.
 
     Attributes:
       name: for messages.
@@ -77,8 +93,9 @@ class TurnSequence:
       buffer: index, among those that turns reach on its replica, of the sum for its gradient.
     """
 
-    def __init__(self, name: str, prompt_ids: np.ndarray) -> None:
+    def __init__(self, name: str, prompt_ids: np.ndarray, weigh: Weigh = taught) -> None:
         self.name = name
+        self._weigh = weigh
         self.segments: list[Segment] = []
         self.num_scored_tokens = 0
         self.is_closed = False
@@ -87,6 +104,7 @@ class TurnSequence:
         self.buffer = 0
         self._num_prompt = int(prompt_ids.shape[0])
         self._ids = prompt_ids.astype(np.int32)
+        self._mask = np.zeros(0, np.bool_)
         self._weights = np.zeros(self._num_prompt)
         self._logprobs = np.zeros(self._num_prompt, np.float32)
 
@@ -108,10 +126,10 @@ class TurnSequence:
     def add(self, turn: ScoredTurn) -> None:
         """Appends a turn."""
         tokens, mask = turn.tokens, turn.tokens.action_mask
-        weights = np.zeros(tokens.num_tokens)
+        weights = self._weigh(turn, self._mask)
         if turn.teacher_logprobs is not None:
-            weights = distillation_weights(mask, turn.teacher_logprobs, tokens.behavior_logprobs)
             self.num_scored_tokens += tokens.num_action_tokens
+        self._mask = np.concatenate([self._mask, mask])
         num_before = self._ids.shape[0]
         self._ids = np.concatenate([self._ids, tokens.token_ids])
         self._weights = np.concatenate([self._weights, weights])

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterable
 
 from thundersync_jax.learner.groups import Cohort, Group, Member, Path
+from thundersync_jax.learner.turn_schedule import SegmentWork
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,7 +104,7 @@ class CloseWork:
     replicas: tuple[Cohort | None, ...]
 
 
-Work = FoldWork | BindWork | PromptWork | CloseWork
+Work = FoldWork | BindWork | PromptWork | CloseWork | SegmentWork
 
 
 def _pairs(lanes: Iterable[LaneWork]) -> list[int]:

@@ -34,16 +34,14 @@ class WorkLog:
         )
         self._items.append(item)
 
-    def add_work(
-        self, work: Work | SegmentWork, kind: str, bucket: int, count: int, started_s: float
-    ) -> None:
+    def add_work(self, work: Work, kind: str, bucket: int, count: int, started_s: float) -> None:
         """A call of the schedule that ends now, to predict others by."""
         self.add(kind, bucket, count, started_s)
         newest = (time.monotonic() - started_s) / _num_lanes(work)
         known = self._lane_s.get(_shape(work), newest)
         self._lane_s[_shape(work)] = known + NEW_SHARE * (newest - known)
 
-    def predict_s(self, work: Work | SegmentWork) -> float:
+    def predict_s(self, work: Work) -> float:
         """Seconds of a call; 0 for one of a shape that never ran, so that it is tried."""
         return self._lane_s.get(_shape(work), 0.0) * _num_lanes(work)
 
@@ -53,7 +51,7 @@ class WorkLog:
         return items
 
 
-def _shape(work: Work | SegmentWork) -> Hashable:
+def _shape(work: Work) -> Hashable:
     match work:
         case FoldWork(prefix_bucket=prefix_bucket, bucket=bucket):
             return prefix_bucket, bucket
@@ -65,7 +63,7 @@ def _shape(work: Work | SegmentWork) -> Hashable:
             return type(work).__name__
 
 
-def _num_lanes(work: Work | SegmentWork) -> int:
+def _num_lanes(work: Work) -> int:
     """Lanes that run one after the other."""
     if not isinstance(work, FoldWork | SegmentWork):
         return 1

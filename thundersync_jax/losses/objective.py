@@ -209,6 +209,16 @@ def _masked(tokens: Tokens) -> Tokens:
 
 def token_weights(objective: Objective, action_mask: np.ndarray) -> np.ndarray:
     """Weights of the score: float32 [T]. Raises ValueError for what is negative or not finite."""
+    return unscaled_weights(objective, action_mask) * length_scale(objective, action_mask)
+
+
+def length_scale(objective: Objective, action_mask: np.ndarray) -> np.float32:
+    """The normaliser's factor of a whole trajectory's token weights."""
+    return np.float32(objective.normalizer.token_scale(int(action_mask.sum())))
+
+
+def unscaled_weights(objective: Objective, action_mask: np.ndarray) -> np.ndarray:
+    """`token_weights` without what depends on the trajectory's length."""
     weights = np.asarray(objective.token_weights(action_mask), np.float32)
     is_valid = weights.shape == action_mask.shape and np.all(np.isfinite(weights) & (weights >= 0))
     if not is_valid or np.any(weights[~action_mask]):
@@ -217,7 +227,7 @@ def token_weights(objective: Objective, action_mask: np.ndarray) -> np.ndarray:
             f"the token is not an action: one of each of {action_mask.shape[0]} tokens, got "
             f"{weights.tolist() if weights.size < 9 else weights.shape}"
         )
-    return weights * np.float32(objective.normalizer.token_scale(int(action_mask.sum())))
+    return weights
 
 
 def term_weights(objective: Objective, action_mask: np.ndarray) -> np.ndarray:

@@ -23,6 +23,7 @@ from thundersync_jax.losses.objective import (
     lane_sums,
     term_weights,
     token_weights,
+    unscaled_weights,
 )
 
 _LENGTH = 6
@@ -42,6 +43,66 @@ def check_objective(objective: Objective) -> None:
             rewards = rng.normal(1.0, 2.0, size) if seed else rng.integers(0, 2, size) * 1.0
             advantages_of(objective, rewards)
     _check_score(objective)
+
+
+def check_turns(objective: Objective) -> None:
+    """Raises ObjectiveError unless a turn's gradient is final before the next turn is known."""
+    name = f"objective {objective.name!r}"
+    remedy = "Set learner.stream_turns = 'never'"
+    if not objective.is_linear:
+        raise ObjectiveError(
+            f"{name}: streams = 'group' needs every reward of a group before any of its gradients, "
+            f"so no turn can run while its trajectory grows. {remedy}"
+        )
+    if objective.term_sums:
+        terms = ", ".join(t.name for sums in objective.term_sums for t in sums)
+        raise ObjectiveError(
+            f"{name}: its reward-free terms ({terms}) count once the content is final, also of "
+            f"attempts that fail, and the held gradient of a turn has the score alone. {remedy}"
+        )
+    for seed in range(4):
+        mask = np.random.default_rng(seed).uniform(size=3 * _LENGTH) < 0.6
+        whole = unscaled_weights(objective, mask)
+        for cut in range(1, mask.size):
+            part = unscaled_weights(objective, mask[:cut])
+            if not np.array_equal(part, whole[:cut]):
+                raise ObjectiveError(
+                    f"{name}: later turns change the weights of earlier tokens, as discounted "
+                    f"future credit does: after {cut} tokens they are {part.tolist()}, and "
+                    f"{whole[:cut].tolist()} once {mask.size - cut} more are known. {remedy}"
+                )
+    _check_separable(objective, remedy)
+
+
+def _check_separable(objective: Objective, remedy: str) -> None:
+    """The score of a token must not read those of other turns."""
+    rng = np.random.default_rng(0)
+    logprobs = jnp.asarray(rng.uniform(-3, -0.1, _LENGTH), jnp.float32)
+    behavior = logprobs + jnp.asarray(rng.uniform(-0.3, 0.3, _LENGTH), jnp.float32)
+
+    def slopes(begin: int, end: int) -> np.ndarray:
+        tokens = Tokens(
+            logprobs=logprobs[begin:end],
+            behavior_logprobs=behavior[begin:end],
+            action_mask=jnp.ones(end - begin, jnp.bool_),
+            segment_ids=jnp.ones(end - begin, jnp.int32),
+        )
+        ones = jnp.ones(end - begin, jnp.float32)
+        return np.asarray(
+            jax.grad(lambda x: lane_sums(objective, tokens.replace(logprobs=x), ones, None)[0])(
+                tokens.logprobs
+            )
+        )
+
+    whole = slopes(0, _LENGTH)
+    for cut in range(1, _LENGTH):
+        parts = np.concatenate([slopes(0, cut), slopes(cut, _LENGTH)])
+        if not np.allclose(parts, whole, rtol=1e-5, atol=1e-7):
+            raise ObjectiveError(
+                f"objective {objective.name!r}: a token's score reads tokens of other turns: cut "
+                f"after {cut} of {_LENGTH} tokens the slopes of the score are {parts.tolist()}, "
+                f"and {whole.tolist()} together. {remedy}"
+            )
 
 
 def _check_declaration(objective: Objective) -> None:

@@ -23,7 +23,7 @@ from thundersync_jax.config_sections import RolloutSection
 from thundersync_jax.envs.base import Action, Environment, Observation
 from thundersync_jax.rollout.chat import Tokenizer
 from thundersync_jax.rollout.phases import AttemptError, contained, run_phase
-from thundersync_jax.rollout.scoring import TurnScoring
+from thundersync_jax.rollout.scoring import TurnSink
 from thundersync_jax.rollout.tool_calls import parse_command_line
 from thundersync_jax.trajectory import Rollout, TrajectoryBuilder, TrajectoryKey, Turn
 from thundersync_jax.transport.client import PolicyClient
@@ -57,7 +57,7 @@ class Agent:
       key, task_id, prompt_ids: which trajectory, and the ids it starts from.
       max_context: the most tokens of prompt and trajectory together.
       clock: seconds since the run's clock began, for the turns' time stamps.
-      scoring: hears every turn as soon as it is sampled; distillation.
+      turn_sink: hears every turn as soon as it is sampled.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Agent:
         run_seed: int,
         max_context: int,
         clock: Callable[[], float],
-        scoring: TurnScoring | None = None,
+        turn_sink: TurnSink | None = None,
     ) -> None:
         self._client = client
         self._environment = environment
@@ -87,7 +87,7 @@ class Agent:
         self._run_seed = run_seed
         self._max_context = max_context
         self._clock = clock
-        self._scoring = scoring
+        self._turn_sink = turn_sink
         self._builder = TrajectoryBuilder()
         self._pending: tuple[int, ...] = ()
         self._turns: list[Turn] = []
@@ -141,16 +141,16 @@ class Agent:
         return "context" if result.finish_reason is FinishReason.CONTEXT else None
 
     def _append(self, result: SampleResult) -> None:
-        """What this turn read, and what it sampled; the teacher hears of it."""
+        """What this turn read, and what it sampled; the sink hears of it."""
         turn = TrajectoryBuilder()
         for builder in (self._builder, turn):
             builder.append_observation(self._pending)
             builder.append_action(result.token_ids, result.logprobs, result.policy_versions)
         self._pending = ()
-        if self._scoring is not None:
+        if self._turn_sink is not None:
             with contained("build", self._key):
                 tokens = turn.build()
-            self._scoring.submit(tokens)
+            self._turn_sink.submit(tokens)
 
     def _request(self) -> SampleRequest:
         key = self._key

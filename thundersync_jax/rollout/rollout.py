@@ -26,7 +26,7 @@ from thundersync_jax.envs.base import Attempt, Environment, EnvironmentSuite
 from thundersync_jax.rollout.agent import Agent, derive_seed
 from thundersync_jax.rollout.chat import Tokenizer
 from thundersync_jax.rollout.phases import AttemptError, contained, run_phase, to_completion
-from thundersync_jax.rollout.scoring import TurnListener, TurnScoring
+from thundersync_jax.rollout.scoring import TurnListener, TurnScoring, TurnSink, UnscoredTurns
 from thundersync_jax.trajectory import Rollout, Task, TrajectoryKey, Verdict, check_reward
 from thundersync_jax.transport.client import PolicyClient, ScoreClient, ServingError
 
@@ -44,7 +44,8 @@ class RolloutRunner:
       run_seed: with the key it determines every draw and the environment's seed.
       max_context: the most tokens of prompt and trajectory together.
       clock: seconds on the run's clock.
-      teacher, on_turn: distillation: who scores the turns, and who hears of each; both or neither.
+      teacher: distillation: who scores the turns.
+      on_turn: hears of every turn, with its scores where there is a teacher; needed with one.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class RolloutRunner:
         prompt_ids: tuple[int, ...],
         environment: Environment,
     ) -> Rollout:
-        async with self._scored(key, prompt_ids) as scoring:
+        async with self._turn_sink(key, prompt_ids) as turn_sink:
             agent = Agent(
                 client=self._client,
                 environment=environment,
@@ -124,7 +125,7 @@ class RolloutRunner:
                 run_seed=self._run_seed,
                 max_context=self._max_context,
                 clock=self._clock,
-                scoring=scoring,
+                turn_sink=turn_sink,
             )
             try:
                 return await agent.run()
@@ -132,14 +133,15 @@ class RolloutRunner:
                 await to_completion(self._free("release", key, lambda: self._client.release(key)))
 
     @contextlib.asynccontextmanager
-    async def _scored(
+    async def _turn_sink(
         self, key: TrajectoryKey, prompt_ids: tuple[int, ...]
-    ) -> AsyncIterator[TurnScoring | None]:
-        """The teacher's part of an attempt, if there is a teacher: every turn is scored at the end
-        of it.
-        """
-        if self._teacher is None or self._on_turn is None:
+    ) -> AsyncIterator[TurnSink | None]:
+        """Who takes the attempt's turns. With a teacher every one is scored at the end of it."""
+        if self._on_turn is None:
             yield None
+            return
+        if self._teacher is None:
+            yield UnscoredTurns(key, self._on_turn)
             return
         scoring = TurnScoring(self._teacher, key, prompt_ids, self._on_turn)
         scoring.start()

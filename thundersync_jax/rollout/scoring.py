@@ -1,4 +1,4 @@
-"""The teacher's scores of one attempt's turns, while the attempt goes on.
+"""Who hears of an attempt's turns while the attempt goes on, with a teacher's scores or without.
 
 Invariants:
   * Turns are scored one after the other, each as soon as it is sampled: the teacher works while the
@@ -8,6 +8,8 @@ Invariants:
     `finish`. Turns that were heard before stand.
   * The teacher's session is released by `close`, whatever happened.
 
+`UnscoredTurns` hands every turn on as it is sampled.
+
 Who calls it: `rollout.RolloutRunner` makes one an attempt; `agent.Agent` gives it turns.
 """
 
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Protocol
 
 import numpy as np
 
@@ -29,6 +32,24 @@ from thundersync_jax.transport.client import ScoreClient, ServingError
 from thundersync_jax.transport.messages import ScoreRequest
 
 TurnListener = Callable[[TrajectoryKey, ScoredTurn], None]
+
+
+class TurnSink(Protocol):
+    """Takes the turns of one attempt."""
+
+    def submit(self, tokens: TrajectoryTokens) -> None:
+        """A turn has been sampled."""
+
+
+class UnscoredTurns:
+    """Hands every turn on at once."""
+
+    def __init__(self, key: TrajectoryKey, on_turn: TurnListener) -> None:
+        self._key = key
+        self._on_turn = on_turn
+
+    def submit(self, tokens: TrajectoryTokens) -> None:
+        self._on_turn(self._key, ScoredTurn(tokens=tokens, teacher_logprobs=None))
 
 
 class TurnScoring:

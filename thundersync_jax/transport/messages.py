@@ -205,7 +205,8 @@ class UpdateReport:
         a buffer.
       teacher_kl_mean: distillation: the mean over scored tokens of log b - log q, of the sampler b
         and the teacher q.
-      replayed_tokens: distillation: positions that ran once more than without turn streaming.
+      num_by_turns: trajectories with a reward whose turns ran before their content was final.
+      replayed_tokens: positions that ran once more than without turn streaming.
       num_promotions: leaves of exact sums that met a gradient beyond their grid.
     """
 
@@ -224,5 +225,6 @@ class UpdateReport:
     paths: Mapping[str, int]
     num_held: int
     teacher_kl_mean: float = math.nan
+    num_by_turns: int = 0
     replayed_tokens: int = 0
     num_promotions: int = 0
