@@ -84,7 +84,7 @@ def segment_forward(
 
     def run_lane(index: jax.Array, caches: TrajectoryCaches) -> TrajectoryCaches:
         lane = _lane(lanes, index)
-        prefix = _prefix(caches, prefix_bucket, lane)
+        prefix = _prefix(caches.kv, prefix_bucket, lane)
         (_, kv), pull_back = _differentiated(settings, params, prefix, lane)
         caches = _keep(caches, prefix_bucket, lane, kept(pull_back, (params, prefix)))
         return _store(caches, prefix_bucket, lane, kv)
@@ -122,7 +122,7 @@ def score_segment(
     def run_lane(index: jax.Array, carry: Any) -> Any:
         buffers, caches, stats = carry
         lane = _lane(lanes, index)
-        prefix = _prefix(caches, prefix_bucket, lane)
+        prefix = None if caches is None else _prefix(caches.kv, prefix_bucket, lane)
         (hidden, kv), pull_back = _differentiated(settings, params, prefix, lane)
         value, pull_score, gaps = jax.vjp(
             lambda params, hidden: score(params, hidden, lane), params, hidden, has_aux=True
@@ -159,7 +159,7 @@ def replay_segment(
     def run_lane(index: jax.Array, carry: Any) -> Any:
         buffers, caches, stats = carry
         lane = _lane(lanes, index)
-        prefix = _prefix(caches, prefix_bucket, lane)
+        prefix = _prefix(caches.kv, prefix_bucket, lane)
         kv, pull_back = jax.vjp(
             lambda params, prefix: _extend(settings, params, prefix, lane)[1], params, prefix
         )
@@ -185,7 +185,7 @@ def replay_kept(
     def run_lane(index: jax.Array, carry: Any) -> Any:
         buffers, caches, stats = carry
         lane = _lane(lanes, index)
-        inputs = params, _prefix(caches, prefix_bucket, lane)
+        inputs = params, _prefix(caches.kv, prefix_bucket, lane)
         (hidden, kv), pull_back = _differentiated(settings, *inputs, lane)
         pool = caches.residuals[prefix_bucket, lane.tokens.shape[0]]
         pull_back = restored(pull_back, inputs, [x[lane.adjoint_slot] for x in pool])
@@ -197,20 +197,18 @@ def replay_kept(
     return jax.lax.fori_loop(0, lanes.num_lanes, run_lane, (buffers, caches, stats))
 
 
-def abstract_residuals(
-    settings: ScoreSettings, prefix_bucket: int, params: Params, lane: Lanes
+def segment_residuals(
+    settings: ScoreSettings, prefix_bucket: int, params: Params, kv: KeysValues, lane: Lanes
 ) -> Residuals:
-    """What is kept of one segment, abstract; so are parameters and lane."""
-    model = settings.model
-    shape = (model.num_layers, 1, prefix_bucket, model.num_kv_heads, model.head_dim)
-    array: Any = jax.ShapeDtypeStruct(shape, jnp.dtype(model.dtype))
-    prefix = KeysValues(keys=array, values=array) if prefix_bucket else None
+    """What is kept of one segment; only its shapes are ever asked for.
 
-    def residuals(params: Params, prefix: KeysValues | None, lane: Lanes) -> Residuals:
-        _, pull_back = _differentiated(settings, params, prefix, lane)
-        return kept(pull_back, (params, prefix))
-
-    return jax.eval_shape(residuals, params, prefix, lane)
+    Args:
+      kv: [C, L, M, K, H].
+      lane: [T].
+    """
+    prefix = _prefix(kv, prefix_bucket, lane)
+    _, pull_back = _differentiated(settings, params, prefix, lane)
+    return kept(pull_back, (params, prefix))
 
 
 def _lane(lanes: Lanes, index: jax.Array) -> Lanes:
@@ -247,16 +245,16 @@ def _differentiated(
     return jax.vjp(lambda params, prefix: _extend(settings, params, prefix, lane), params, prefix)
 
 
-def _prefix(caches: TrajectoryCaches | None, prefix_bucket: int, lane: Lanes) -> KeysValues | None:
+def _prefix(kv: KeysValues, prefix_bucket: int, lane: Lanes) -> KeysValues | None:
     """Keys and values [L, 1, P, K, H] before the segment; what another trajectory left is zero."""
-    if caches is None or not prefix_bucket:
+    if not prefix_bucket:
         return None
     is_own = (jnp.arange(prefix_bucket) < lane.prefix_length)[None, :, None, None]
 
     def read(x: jax.Array) -> jax.Array:
         return jnp.where(is_own, x[lane.slot, :, :prefix_bucket], 0)[:, None]
 
-    return jax.tree.map(read, caches.kv)
+    return jax.tree.map(read, kv)
 
 
 def _places(lane: Lanes, all_caches: jax.Array) -> tuple[jax.Array, slice, jax.Array]:
