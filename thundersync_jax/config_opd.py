@@ -20,6 +20,10 @@ class OpdSection:
         learner would "idle", or "never": then its trajectory is differentiated once, at its end.
       num_caches: trajectories of every replica whose turns may stream at one time; each keeps keys
         and values in the model's dtype and their adjoints in at least float32.
+      num_residuals: segments of every shape (a prefix bucket, or none, and a bucket) of which a
+        replica keeps what their backward pass reads, so that their replay needs no forward pass:
+        the outputs of projections, or what model.remat keeps if that is less; the others are
+        replayed with one. A replica must be one device.
       prefix_buckets: padded lengths of what a turn attends to, ascending; by default the longest of
         learner.buckets alone.
       normalizer: "token_mean" divides by the action tokens that were scored, "sum" by 1.
@@ -31,6 +35,7 @@ class OpdSection:
     temperature: float = mutable(1.0)
     stream_turns: str = mutable("idle")
     num_caches: int = mutable(8)
+    num_residuals: int = mutable(0)
     prefix_buckets: tuple[int, ...] = mutable(())
     normalizer: str = "token_mean"
     ratio_cap: float = 0.0
@@ -38,7 +43,8 @@ class OpdSection:
     def __post_init__(self) -> None:
         check(self.temperature > 0, "opd.temperature", self.temperature, "above 0")
         check_choice("opd.stream_turns", self.stream_turns, ("idle", "always", "never"))
-        check(self.num_caches >= 0, "opd.num_caches", self.num_caches, "0 or more")
+        for key in ("num_caches", "num_residuals"):
+            check(getattr(self, key) >= 0, f"opd.{key}", getattr(self, key), "0 or more")
         is_ladder = list(self.prefix_buckets) == sorted(set(self.prefix_buckets))
         expected = "ascending lengths of at least 1"
         is_ladder = is_ladder and min(self.prefix_buckets, default=1) >= 1

@@ -67,7 +67,7 @@ class Lanes(struct.PyTreeNode):
       prefix_length: int32 [R, K].
       slot: int32 [R, K]; the prompt slot of the lane's group, if it has a prefix.
       adjoint_slot: int32 [R, K]; where the prompt's share of the gradient goes: the same slot, or
-        that of a held gradient.
+        that of a held gradient. Of a segment, where its residuals are kept.
       num_lanes: int32 [R], all equal; lanes from here on are empty on every replica and cost
         nothing.
       advantages: [R, K, T] as `weights`; None unless the objective streams by GROUP.

@@ -9,7 +9,7 @@ import numpy as np
 
 from thundersync_jax.learner.groups import Group, Stage
 from thundersync_jax.learner.statistics import LogprobGapError, NonFiniteGradientError, Note
-from thundersync_jax.learner.turn_schedule import SegmentKind, SegmentLane
+from thundersync_jax.learner.turn_schedule import TWICE, SegmentKind, SegmentLane
 from thundersync_jax.learner.turns import TurnSequence
 from thundersync_jax.transport.messages import UpdateReport
 
@@ -33,7 +33,7 @@ class DistillationStatistics:
 
     def add(self, kind: SegmentKind, lane: SegmentLane, note: Note | None) -> None:
         """Counts a lane that was run; a forward call has nothing to note."""
-        if kind in (SegmentKind.FORWARD, SegmentKind.REPLAY):
+        if kind in TWICE:
             self._num_replayed += lane.example.num_positions
         if kind is not SegmentKind.WHOLE:
             self._by_turns.add(lane.sequence)

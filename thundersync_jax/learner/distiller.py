@@ -28,12 +28,13 @@ from jax.sharding import Mesh
 
 from thundersync_jax.config_opd import OpdSection
 from thundersync_jax.config_sections import LearnerSection, OptimizerSection
+from thundersync_jax.errors import check
 from thundersync_jax.learner.base import BaseLearner
 from thundersync_jax.learner.distillation_statistics import DistillationStatistics
 from thundersync_jax.learner.groups import Cohort, Group, LearnerError, Member, Stage
 from thundersync_jax.learner.memory import plan_memory, room_of
 from thundersync_jax.learner.optimizer import make_optimizer
-from thundersync_jax.learner.program_names import Name, distillation_program_names
+from thundersync_jax.learner.program_names import Name, distillation_program_names, turn_shapes
 from thundersync_jax.learner.score import ScoreSettings
 from thundersync_jax.learner.statistics import note_of
 from thundersync_jax.learner.streaming import Params
@@ -52,7 +53,7 @@ from thundersync_jax.learner.turn_schedule import (
 from thundersync_jax.learner.turns import TurnSequence
 from thundersync_jax.losses.opd import distillation
 from thundersync_jax.model.presets import TransformerConfig
-from thundersync_jax.sharding import MeshShape, make_mesh
+from thundersync_jax.sharding import DATA, MeshShape, make_mesh
 from thundersync_jax.trajectory import (
     ScoredTurn,
     TrajectoryTokens,
@@ -106,13 +107,21 @@ class Distiller(BaseLearner[SegmentWork]):
         )
         stream_turns = StreamTurns(opd.stream_turns)
         num_caches = 0 if stream_turns is StreamTurns.NEVER else opd.num_caches
-        caches = CacheShapes(num_caches=num_caches, length=config.buckets[-1])
+        self._prefix_buckets = opd.prefix_buckets or config.buckets[-1:]
+        num_residuals = opd.num_residuals if num_caches else 0
+        caches = CacheShapes(
+            num_caches=num_caches,
+            length=config.buckets[-1],
+            num_residuals=num_residuals,
+            shapes=turn_shapes(config.buckets, self._prefix_buckets) if num_residuals else (),
+        )
+        if num_residuals:
+            settings = _keeping(settings, num_residuals, mesh)
         make = functools.partial(TurnPrograms, settings, make_optimizer(optimizer), mesh, caches)
         room = room_of(mesh.local_devices[0], reserved_bytes)
         memory, programs = plan_memory(self._config, room, make)
         assert isinstance(programs, TurnPrograms)
         super().__init__(programs, memory, optimizer, params)
-        self._prefix_buckets = opd.prefix_buckets or config.buckets[-1:]
         self._schedule = TurnSchedule(
             num_replicas=programs.num_replicas,
             num_caches=num_caches,
@@ -120,6 +129,7 @@ class Distiller(BaseLearner[SegmentWork]):
             prefix_buckets=self._prefix_buckets,
             lanes_per_call=programs.lanes_per_call,
             stream_turns=stream_turns,
+            num_residuals=num_residuals,
         )
         self._buffers = TurnBuffers(programs)
         self._begin_step()
@@ -193,6 +203,7 @@ class Distiller(BaseLearner[SegmentWork]):
             self._config.buckets,
             self._prefix_buckets,
             has_caches=self._programs.caches is not None,
+            has_residuals=bool(self._programs.num_residuals),
         )
 
     def _groups(self) -> list[Group]:
@@ -243,3 +254,15 @@ class Distiller(BaseLearner[SegmentWork]):
             grad_norm=grad_norm,
             learning_rate=learning_rate,
         )
+
+
+def _keeping(settings: ScoreSettings, num_residuals: int, mesh: Mesh) -> ScoreSettings:
+    """The settings with which residuals are kept: the outputs of projections, or what
+    `model.remat` keeps if that is less. Raises ConfigError on a mesh that cannot.
+    """
+    is_whole = mesh.size == mesh.shape[DATA]
+    expected = "0 where a replica is more than one device (fsdp or tensor above 1 in learner.mesh)"
+    check(is_whole, "opd.num_residuals", num_residuals, expected)
+    if settings.model.remat != "none":
+        return settings
+    return dataclasses.replace(settings, model=dataclasses.replace(settings.model, remat="dots"))

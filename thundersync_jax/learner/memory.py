@@ -88,6 +88,7 @@ class Sizes:
       slot_bytes: one shared prompt with its adjoints; 0 where none is shared.
       num_sums: sums with a denominator of their own: of the scores, and of reward-free terms.
       caches_bytes: the trajectory caches, all of them.
+      residual_bytes: the residuals that are kept of their segments.
     """
 
     state_bytes: int
@@ -96,19 +97,22 @@ class Sizes:
     slot_bytes: int
     num_sums: int = 1
     caches_bytes: int = 0
+    residual_bytes: int = 0
 
 
 def sizes_of(placement: Placement, caches: Any = None) -> Sizes:
     """Sizes of what a learner places; `caches` are abstract."""
     master = 0 if placement.is_master_shared else device_bytes(placement.master)
     slots = placement.slots
+    residual_bytes = device_bytes(None if caches is None else caches.residuals)
     return Sizes(
         state_bytes=device_bytes(placement.params) + master + device_bytes(placement.opt_state),
         accumulator_bytes=device_bytes(placement.accumulator),
         held_bytes=device_bytes(placement.held),
         slot_bytes=0 if slots is None else device_bytes(slots) // slots.kv.keys.shape[1],
         num_sums=placement.num_sums,
-        caches_bytes=device_bytes(caches),
+        caches_bytes=device_bytes(caches) - residual_bytes,
+        residual_bytes=residual_bytes,
     )
 
 
@@ -150,6 +154,7 @@ class MemoryPlan:
             "held gradients": held * self.sizes.held_bytes,
             "prompt slots": self.num_slots * self.sizes.slot_bytes,
             "trajectory caches": self.sizes.caches_bytes,
+            "kept residuals": self.sizes.residual_bytes,
         }
 
     @property
@@ -302,6 +307,8 @@ def _remedy(plan: MemoryPlan) -> str:
     advice = "use more devices along fsdp or tensor, or a smaller model"
     if plan.program.startswith(("program Fold", "program Prompt")):
         advice = f"shorten the longest bucket, set model.remat = 'block', {advice}"
+    if plan.sizes.residual_bytes:
+        advice = f"lower opd.num_residuals, {advice}"
     if not found:
         return advice
     rest = f", and leave {1 - HEADROOM:.0%} for programs" if is_before_programs else ""

@@ -54,6 +54,7 @@ class Part(enum.Enum):
     FORWARD = "forward"
     SCORE = "score"
     REPLAY = "replay"
+    REPLAY_KEPT = "replay of kept residuals"
     WHOLE = "whole"
 
 
@@ -122,18 +123,31 @@ def program_names(config: LearnerSection) -> list[Name]:
 
 
 def distillation_program_names(
-    buckets: tuple[int, ...], prefix_buckets: tuple[int, ...], *, has_caches: bool
+    buckets: tuple[int, ...],
+    prefix_buckets: tuple[int, ...],
+    *,
+    has_caches: bool,
+    has_residuals: bool = False,
 ) -> list[Name]:
     """Every program that a distillation can need."""
     names: list[Name] = [Whole.UPDATE, Whole.GATHER, Whole.ACCUMULATOR]
     names += [Turn(Part.WHOLE, 0, bucket) for bucket in buckets]
     if has_caches:
         names += turn_program_names(buckets, prefix_buckets)
+    if has_residuals:
+        names += [Turn(Part.REPLAY_KEPT, *shape) for shape in turn_shapes(buckets, prefix_buckets)]
     return names
 
 
 def turn_program_names(buckets: tuple[int, ...], prefix_buckets: tuple[int, ...]) -> list[Name]:
     """Every program that trajectories with caches can need."""
     parts = (Part.FORWARD, Part.SCORE, Part.REPLAY)
-    shapes = [(p, b) for p in (0, *prefix_buckets) for b in buckets]
+    shapes = turn_shapes(buckets, prefix_buckets)
     return [Caches.ZERO, *(Turn(part, *shape) for part in parts for shape in shapes)]
+
+
+def turn_shapes(
+    buckets: tuple[int, ...], prefix_buckets: tuple[int, ...]
+) -> tuple[tuple[int, int], ...]:
+    """(prefix bucket, bucket) of every segment of a trajectory with a cache."""
+    return tuple((p, b) for p in (0, *prefix_buckets) for b in buckets)

@@ -10,7 +10,7 @@ import numpy as np
 
 from thundersync_jax.errors import UserError
 from thundersync_jax.learner.groups import FINAL_PATHS, Group, Member, Path, Stage
-from thundersync_jax.learner.turn_schedule import SegmentKind, SegmentLane
+from thundersync_jax.learner.turn_schedule import TWICE, SegmentKind, SegmentLane
 from thundersync_jax.learner.work import LaneWork
 from thundersync_jax.losses.advantages import is_constant
 from thundersync_jax.losses.objective import Objective
@@ -79,7 +79,7 @@ class StepStatistics:
         self, member: Member, kind: SegmentKind, lane: SegmentLane, note: Note | None
     ) -> None:
         """Counts a turn of a held gradient; a forward call has nothing to note."""
-        if kind in (SegmentKind.FORWARD, SegmentKind.REPLAY):
+        if kind in TWICE:
             self._num_replayed += lane.example.num_positions
         if note is not None:
             known = self._held.get(member)

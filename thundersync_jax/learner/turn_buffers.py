@@ -48,7 +48,7 @@ class TurnCaches:
         programs = self._programs
         name = Turn(PART[work.kind], work.prefix_bucket, work.bucket)
         lanes = pad_lanes(
-            [[_item(lane) for lane in lanes] for lanes in work.replicas],
+            [[self._item(lane) for lane in lanes] for lanes in work.replicas],
             programs.lanes_per_call(work.bucket),
             work.bucket,
             programs.placement.scalar_dtype,
@@ -65,7 +65,7 @@ class TurnCaches:
                 self._caches = programs.forward(name, params, self._caches, lanes)
                 jax.block_until_ready(self._caches)
                 return sums, None
-            case SegmentKind.REPLAY:
+            case SegmentKind.REPLAY | SegmentKind.REPLAY_KEPT:
                 assert self._caches is not None
                 sums, self._caches, stats = programs.replay(
                     name, params, sums, self._caches, coefficients, lanes
@@ -79,6 +79,14 @@ class TurnCaches:
                     name, params, sums, self._caches, coefficients, is_closed, lanes
                 )
         return sums, np.asarray(stats)
+
+    def _item(self, lane: SegmentLane) -> LaneItem:
+        cache, place = lane.sequence.cache, lane.segment and lane.segment.residuals
+        return LaneItem(
+            examples=(lane.example,),
+            slot=0 if cache is None else cache.index,
+            adjoint_slot=place.index if place else self._programs.num_residuals,  # nowhere
+        )
 
 
 class TurnBuffers:
@@ -115,8 +123,3 @@ class TurnBuffers:
         """Runs one call to its completion; what it says of its lanes, [R, STATISTICS, K]."""
         (self.batch,), stats = self._caches.run(params, work, (self.batch,))
         return stats
-
-
-def _item(lane: SegmentLane) -> LaneItem:
-    cache = lane.sequence.cache
-    return LaneItem(examples=(lane.example,), slot=0 if cache is None else cache.index)

@@ -16,19 +16,22 @@ from jax.sharding import Mesh
 
 from thundersync_jax.config_sections import LearnerSection
 from thundersync_jax.learner import turn_replay
-from thundersync_jax.learner.buckets import Lanes
+from thundersync_jax.learner.buckets import Lanes, pad_lanes
 from thundersync_jax.learner.program_names import Caches, Name, Part, Shapes, Turn
 from thundersync_jax.learner.programs import Program, Programs, zeros
+from thundersync_jax.learner.residuals import Residuals
 from thundersync_jax.learner.streaming import Params, ScoreSettings
 from thundersync_jax.learner.sums import Sum
 from thundersync_jax.learner.turn_replay import TrajectoryCaches
 from thundersync_jax.learner.turn_schedule import SegmentKind
+from thundersync_jax.model.kv_cache import KeysValues
 
 PART = {
     SegmentKind.FORWARD: Part.FORWARD,
     SegmentKind.STREAM: Part.SCORE,
     SegmentKind.CLOSE: Part.SCORE,
     SegmentKind.REPLAY: Part.REPLAY,
+    SegmentKind.REPLAY_KEPT: Part.REPLAY_KEPT,
     SegmentKind.WHOLE: Part.WHOLE,
 }
 
@@ -39,11 +42,15 @@ class CacheShapes:
 
     Attributes:
       is_held: turns are folded into the held gradients, not into the batch sum.
+      num_residuals: segments of every shape whose residuals are kept.
+      shapes: (prefix bucket, bucket) of them.
     """
 
     num_caches: int
     length: int
     is_held: bool = False
+    num_residuals: int = 0
+    shapes: tuple[tuple[int, int], ...] = ()
 
 
 def held_caches(config: LearnerSection) -> CacheShapes:
@@ -57,6 +64,7 @@ class TurnPrograms(Programs):
     Attributes:
       turn_sums: the buffers that turns are folded into, abstract.
       caches: the pool of trajectory caches, abstract TrajectoryCaches; None without any.
+      num_residuals: segments of every shape whose residuals are kept.
     """
 
     def __init__(
@@ -68,14 +76,31 @@ class TurnPrograms(Programs):
         shapes: Shapes,
     ) -> None:
         super().__init__(settings, optimizer, mesh, shapes)
+        self.num_residuals = caches.num_residuals
         place, pool = self.placement, (settings.model, caches.num_caches, caches.length)
         is_held = caches.is_held
         self.turn_sums: tuple[Any, ...] = (place.held,) * shapes.num_held if is_held else self._sums
         if caches.num_caches:
+            kv = place.keys_values(*pool, settings.model.dtype)
             self.caches = TrajectoryCaches(
-                kv=place.keys_values(*pool, settings.model.dtype),
+                kv=kv,
                 ledger=place.keys_values(*pool, place.scalar_dtype),
+                residuals={shape: self._residuals(kv, *shape) for shape in caches.shapes},
             )
+
+    def _residuals(self, kv: KeysValues, prefix_bucket: int, bucket: int) -> Residuals:
+        """Of the segments of one shape [R, N, ...], abstract; each replica is one device."""
+        function = functools.partial(turn_replay.segment_residuals, self._settings, prefix_bucket)
+        lanes = pad_lanes([[]] * self.num_replicas, 1, bucket, self.placement.scalar_dtype)
+        lane = jax.tree.map(lambda x: x[:, 0], lanes.replace(num_lanes=None))
+        with jax.set_mesh(self._mesh):
+            found = jax.eval_shape(self._on_replicas(function, 3), self.placement.params, kv, lane)
+        return self.placement.local(
+            [
+                jax.ShapeDtypeStruct((x.shape[0], self.num_residuals, *x.shape[1:]), x.dtype)
+                for x in found
+            ]
+        )
 
     def zero_caches(self) -> TrajectoryCaches | None:
         return None if self.caches is None else self._get(Caches.ZERO)()
@@ -149,8 +174,10 @@ class TurnPrograms(Programs):
                     arguments=(place.params, self.caches, lanes),
                     results=self.caches,
                 )
-            case Part.REPLAY:
-                replay = functools.partial(turn_replay.replay_segment, settings, name.prefix_bucket)
+            case Part.REPLAY | Part.REPLAY_KEPT:
+                is_kept = name.part is Part.REPLAY_KEPT
+                function = turn_replay.replay_kept if is_kept else turn_replay.replay_segment
+                replay = functools.partial(function, settings, name.prefix_bucket)
                 return Program(
                     self._on_replicas(replay, 5),
                     donated=(1, 2),

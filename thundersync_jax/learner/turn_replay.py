@@ -9,6 +9,7 @@ values of the segments before it. The chain rule over that graph is
                        the prefix is added to the ledger, and S_k may be joined by what the ledger
                        holds of the segment itself
     replay_segment     the same with the ledger alone as cotangent: what later segments owe it
+    replay_kept        as replay_segment, from kept residuals: a backward pass alone
 
 Turns are run in order while the trajectory grows. Once it is closed they are visited last to first,
 so that a segment's ledger is complete when it is read. Holding the prefix constant instead would
@@ -32,6 +33,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from thundersync_jax.learner.buckets import Lanes
+from thundersync_jax.learner.residuals import Residuals, kept, restored
 from thundersync_jax.learner.score import ScoreSettings, sums_of
 from thundersync_jax.learner.streaming import STATISTICS, Params
 from thundersync_jax.learner.sums import OrderedSum, Sum, fold_at
@@ -46,10 +48,12 @@ class TrajectoryCaches(struct.PyTreeNode):
     Attributes:
       kv: [C, L, M, K, H] in the model's dtype.
       ledger: [C, L, M, K, H] in at least float32, adjoints of `kv` from the scored segments after.
+      residuals: (prefix bucket, bucket) -> of N segments of that shape, [N, ...] each.
     """
 
     kv: KeysValues
     ledger: KeysValues
+    residuals: dict[tuple[int, int], Residuals] = struct.field(default_factory=dict)
 
 
 def empty_caches(model: TransformerConfig, num_caches: int, length: int) -> TrajectoryCaches:
@@ -80,8 +84,9 @@ def segment_forward(
 
     def run_lane(index: jax.Array, caches: TrajectoryCaches) -> TrajectoryCaches:
         lane = _lane(lanes, index)
-        prefix = _prefix(caches, prefix_bucket, lane)
-        _, kv = _extend(settings, params, prefix, lane)
+        prefix = _prefix(caches.kv, prefix_bucket, lane)
+        (_, kv), pull_back = _differentiated(settings, params, prefix, lane)
+        caches = _keep(caches, prefix_bucket, lane, kept(pull_back, (params, prefix)))
         return _store(caches, prefix_bucket, lane, kv)
 
     return jax.lax.fori_loop(0, lanes.num_lanes, run_lane, caches)
@@ -110,22 +115,25 @@ def score_segment(
       Buffers, caches, and [STATISTICS, K] as `streaming.accumulate` says it.
     """
 
-    def outputs(params: Params, prefix: KeysValues | None, lane: Lanes) -> Any:
-        hidden, kv = _extend(settings, params, prefix, lane)
+    def score(params: Params, hidden: jax.Array, lane: Lanes) -> Any:
         sums, gaps = sums_of(settings, params, hidden, lane)
-        return (sums[0], kv), gaps
+        return sums[0], gaps
 
     def run_lane(index: jax.Array, carry: Any) -> Any:
         buffers, caches, stats = carry
         lane = _lane(lanes, index)
-        prefix = _prefix(caches, prefix_bucket, lane)
-        (value, kv), pull_back, gaps = jax.vjp(
-            lambda params, prefix: outputs(params, prefix, lane), params, prefix, has_aux=True
+        prefix = None if caches is None else _prefix(caches.kv, prefix_bucket, lane)
+        (hidden, kv), pull_back = _differentiated(settings, params, prefix, lane)
+        value, pull_score, gaps = jax.vjp(
+            lambda params, hidden: score(params, hidden, lane), params, hidden, has_aux=True
         )
+        head_grad, hidden_grad = pull_score(jnp.ones_like(value))
         cotangent = _adjoint(caches, lane, kv, ledger_weights[index])
-        grads = pull_back((jnp.ones_like(value), cotangent))
+        grad, prefix_grad = pull_back((hidden_grad, cotangent))
+        grads = jax.tree.map(jnp.add, grad, head_grad), prefix_grad
         buffers, caches, is_finite = _add(buffers, caches, coefficients[:, index], lane, *grads)
         if caches is not None:
+            caches = _keep(caches, prefix_bucket, lane, kept(pull_back, (params, prefix)))
             caches = _store(caches, prefix_bucket, lane, kv)
         return buffers, caches, stats.at[:, index].set(jnp.stack([*gaps, is_finite]))
 
@@ -151,7 +159,7 @@ def replay_segment(
     def run_lane(index: jax.Array, carry: Any) -> Any:
         buffers, caches, stats = carry
         lane = _lane(lanes, index)
-        prefix = _prefix(caches, prefix_bucket, lane)
+        prefix = _prefix(caches.kv, prefix_bucket, lane)
         kv, pull_back = jax.vjp(
             lambda params, prefix: _extend(settings, params, prefix, lane)[1], params, prefix
         )
@@ -161,6 +169,46 @@ def replay_segment(
 
     stats = jnp.zeros((STATISTICS, lanes.tokens.shape[0]), jnp.float32)
     return jax.lax.fori_loop(0, lanes.num_lanes, run_lane, (buffers, caches, stats))
+
+
+def replay_kept(
+    settings: ScoreSettings,
+    prefix_bucket: int,
+    params: Params,
+    buffers: tuple[Sum, ...],
+    caches: TrajectoryCaches,
+    coefficients: jax.Array,
+    lanes: Lanes,
+) -> tuple[tuple[Sum, ...], TrajectoryCaches, jax.Array]:
+    """`replay_segment` of segments whose residuals were kept, at `adjoint_slot` of their shape."""
+
+    def run_lane(index: jax.Array, carry: Any) -> Any:
+        buffers, caches, stats = carry
+        lane = _lane(lanes, index)
+        inputs = params, _prefix(caches.kv, prefix_bucket, lane)
+        (hidden, kv), pull_back = _differentiated(settings, *inputs, lane)
+        pool = caches.residuals[prefix_bucket, lane.tokens.shape[0]]
+        pull_back = restored(pull_back, inputs, [x[lane.adjoint_slot] for x in pool])
+        grads = pull_back((jnp.zeros_like(hidden), _adjoint(caches, lane, kv, jnp.ones(()))))
+        buffers, caches, is_finite = _add(buffers, caches, coefficients[:, index], lane, *grads)
+        return buffers, caches, stats.at[STATISTICS - 1, index].set(is_finite)
+
+    stats = jnp.zeros((STATISTICS, lanes.tokens.shape[0]), jnp.float32)
+    return jax.lax.fori_loop(0, lanes.num_lanes, run_lane, (buffers, caches, stats))
+
+
+def segment_residuals(
+    settings: ScoreSettings, prefix_bucket: int, params: Params, kv: KeysValues, lane: Lanes
+) -> Residuals:
+    """What is kept of one segment; only its shapes are ever asked for.
+
+    Args:
+      kv: [C, L, M, K, H].
+      lane: [T].
+    """
+    prefix = _prefix(kv, prefix_bucket, lane)
+    _, pull_back = _differentiated(settings, params, prefix, lane)
+    return kept(pull_back, (params, prefix))
 
 
 def _lane(lanes: Lanes, index: jax.Array) -> Lanes:
@@ -177,8 +225,7 @@ def _extend(
     """Hidden states [T, D] and keys and values [L, T, K, H] of one segment."""
     before = None
     if prefix is not None:
-        before = (jnp.arange(prefix.keys.shape[1]) < lane.prefix_length)[None]
-        prefix = jax.tree.map(lambda x: x[:, None], prefix)  # a batch of one
+        before = (jnp.arange(prefix.keys.shape[2]) < lane.prefix_length)[None]
     hidden, kv = forward_extending(
         settings.model,
         params,
@@ -191,12 +238,23 @@ def _extend(
     return hidden[0], jax.tree.map(lambda x: x[:, 0], kv)
 
 
-def _prefix(caches: TrajectoryCaches | None, prefix_bucket: int, lane: Lanes) -> KeysValues | None:
-    """Keys and values [L, P, K, H] before the segment; what another trajectory left is zero."""
-    if caches is None or not prefix_bucket:
+def _differentiated(
+    settings: ScoreSettings, params: Params, prefix: KeysValues | None, lane: Lanes
+) -> tuple[tuple[jax.Array, KeysValues], Any]:
+    """`_extend` and its vjp in parameters and prefix."""
+    return jax.vjp(lambda params, prefix: _extend(settings, params, prefix, lane), params, prefix)
+
+
+def _prefix(kv: KeysValues, prefix_bucket: int, lane: Lanes) -> KeysValues | None:
+    """Keys and values [L, 1, P, K, H] before the segment; what another trajectory left is zero."""
+    if not prefix_bucket:
         return None
     is_own = (jnp.arange(prefix_bucket) < lane.prefix_length)[None, :, None, None]
-    return jax.tree.map(lambda x: jnp.where(is_own, x[lane.slot, :, :prefix_bucket], 0), caches.kv)
+
+    def read(x: jax.Array) -> jax.Array:
+        return jnp.where(is_own, x[lane.slot, :, :prefix_bucket], 0)[:, None]
+
+    return jax.tree.map(read, kv)
 
 
 def _places(lane: Lanes, all_caches: jax.Array) -> tuple[jax.Array, slice, jax.Array]:
@@ -220,7 +278,23 @@ def _store(
         return all_caches.at[slot].set(0, mode="drop")
 
     ledger = caches.ledger if prefix_bucket else jax.tree.map(zero, caches.ledger)
-    return TrajectoryCaches(kv=jax.tree.map(write, caches.kv, new), ledger=ledger)
+    return caches.replace(kv=jax.tree.map(write, caches.kv, new), ledger=ledger)
+
+
+def _keep(
+    caches: TrajectoryCaches, prefix_bucket: int, lane: Lanes, residuals: Residuals
+) -> TrajectoryCaches:
+    """Keeps a segment's residuals at `adjoint_slot` of its shape, if that is one."""
+    shape = prefix_bucket, lane.tokens.shape[0]
+    if shape not in caches.residuals:
+        return caches
+
+    def write(pool: jax.Array, x: jax.Array) -> jax.Array:
+        slot = jnp.where(_is_used(lane), lane.adjoint_slot, pool.shape[0])
+        return pool.at[slot].set(x, mode="drop")
+
+    pools = [write(*pair) for pair in zip(caches.residuals[shape], residuals, strict=True)]
+    return caches.replace(residuals={**caches.residuals, shape: pools})
 
 
 def _adjoint(
@@ -250,6 +324,7 @@ def _add(
     is_finite = jnp.stack([jnp.all(jnp.isfinite(g)) for g in leaves]).all()
     buffers = tuple(acc.fold(coefficients[b], grad) for b, acc in enumerate(buffers))
     if caches is not None and prefix_grad is not None:
+        prefix_grad = jax.tree.map(lambda x: x[:, 0], prefix_grad)
         weight = _is_used(lane).astype(jnp.float32)
         ledger = fold_at(OrderedSum(values=caches.ledger), lane.slot, weight, prefix_grad)
         caches = caches.replace(ledger=ledger.read())

@@ -8,6 +8,8 @@ Invariants:
     its segments are differentiated last to first, each once, with what its ledger holds. A segment
     that nothing scored reads is not replayed.
   * A turn without scores is run forward only when a scored one follows.
+  * A segment that will be replayed keeps its residuals where a place for its shape is free when it
+    runs, until it is done.
   * `StreamTurns.IDLE`: closed trajectories come first, turns stream when nothing else is due.
     ALWAYS: turns come first. NEVER: none streams.
 """
@@ -19,7 +21,13 @@ import enum
 from collections.abc import Callable, Iterable, Sequence
 
 from thundersync_jax.learner.buckets import Example, bucket_of
-from thundersync_jax.learner.turns import CachePlace, Segment, SegmentStage, TurnSequence
+from thundersync_jax.learner.turns import (
+    CachePlace,
+    ResidualPlace,
+    Segment,
+    SegmentStage,
+    TurnSequence,
+)
 
 
 class StreamTurns(enum.Enum):
@@ -35,7 +43,12 @@ class SegmentKind(enum.Enum):
     STREAM = "turn_stream"  # the score alone; its ledger still grows
     CLOSE = "turn_close"  # the score, with the ledger
     REPLAY = "turn_replay"  # the ledger alone
+    REPLAY_KEPT = "turn_replay_kept"  # the same from kept residuals: a backward pass alone
     WHOLE = "turn_whole"  # every segment at once, without a cache
+
+
+# Kinds that only run because turns stream.
+TWICE = (SegmentKind.FORWARD, SegmentKind.REPLAY, SegmentKind.REPLAY_KEPT)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,6 +83,7 @@ class TurnSchedule:
 
     Args:
       num_caches: of every replica.
+      num_residuals: segments of every shape whose residuals a replica can keep.
       buckets, prefix_buckets: padded lengths of segments and of what they attend to.
       lanes_per_call: K by bucket.
     """
@@ -83,12 +97,15 @@ class TurnSchedule:
         prefix_buckets: Sequence[int],
         lanes_per_call: Callable[[int], int],
         stream_turns: StreamTurns,
+        num_residuals: int = 0,
     ) -> None:
         self._buckets = tuple(buckets)
         self._prefix_buckets = tuple(prefix_buckets)
         self._lanes_per_call = lanes_per_call
         self._stream_turns = stream_turns
         self._free = [set(range(num_caches)) for _ in range(num_replicas)]
+        self._num_residuals = num_residuals
+        self._kept: dict[ResidualPlace, Segment] = {}
         self._sequences: list[TurnSequence] = []
 
     def add(self, sequence: TurnSequence) -> None:
@@ -135,6 +152,7 @@ class TurnSchedule:
             segments = sequence.to_run() if sequence.is_closed else []
             if segments and segments[-1].stage is SegmentStage.STREAMED:
                 segments[-1].advance(SegmentStage.DONE)  # nothing reads it
+                self._forget(segments[-1])
             if sequence.is_closed and all(s.stage is SegmentStage.DONE for s in segments):
                 sequence.is_done = True
                 self._release(sequence)
@@ -147,8 +165,9 @@ class TurnSchedule:
                     _own(lane).advance(SegmentStage.FORWARDED)
                 case SegmentKind.STREAM:
                     _own(lane).advance(SegmentStage.STREAMED)
-                case SegmentKind.CLOSE | SegmentKind.REPLAY:
+                case SegmentKind.CLOSE | SegmentKind.REPLAY | SegmentKind.REPLAY_KEPT:
                     _own(lane).advance(SegmentStage.DONE)
+                    self._forget(_own(lane))
                 case SegmentKind.WHOLE:
                     for segment in lane.sequence.to_run():
                         segment.advance(SegmentStage.DONE)
@@ -167,8 +186,10 @@ class TurnSchedule:
         if unread:
             return SegmentKind.FORWARD, _lane(sequence, unread[0])
         last = left[-1]
-        is_owed = last.is_scored and last.stage is not SegmentStage.STREAMED
-        return SegmentKind.CLOSE if is_owed else SegmentKind.REPLAY, _lane(sequence, last)
+        if last.is_scored and last.stage is not SegmentStage.STREAMED:
+            return SegmentKind.CLOSE, _lane(sequence, last)
+        is_kept = last.residuals is not None
+        return SegmentKind.REPLAY_KEPT if is_kept else SegmentKind.REPLAY, _lane(sequence, last)
 
     def _streaming(self, sequence: TurnSequence) -> tuple[SegmentKind, SegmentLane] | None:
         """The next turn of a growing trajectory, if it has or could have a cache."""
@@ -200,6 +221,7 @@ class TurnSchedule:
             for replica, lanes in enumerate(best.replicas):
                 for lane in lanes:
                     self._take(lane.sequence, replica)
+                    self._keep(best, lane, replica)
         return best
 
     def _shape(self, example: Example) -> tuple[int, int]:
@@ -244,7 +266,29 @@ class TurnSchedule:
             self._free[replica].discard(index)
             sequence.cache = CachePlace(replica=replica, index=index)
 
+    def _keep(self, work: SegmentWork, lane: SegmentLane, replica: int) -> None:
+        """Takes a place for the residuals of a segment that is run now and replayed later."""
+        segment = _own(lane)
+        is_unscored = work.kind is SegmentKind.FORWARD and not segment.is_scored
+        if work.kind is not SegmentKind.STREAM and not is_unscored:
+            return
+        for index in range(self._num_residuals):
+            place = ResidualPlace(
+                replica=replica, shape=(work.prefix_bucket, work.bucket), index=index
+            )
+            if place not in self._kept:
+                self._kept[place] = segment
+                segment.residuals = place
+                return
+
+    def _forget(self, segment: Segment) -> None:
+        if segment.residuals is not None:
+            del self._kept[segment.residuals]
+            segment.residuals = None
+
     def _release(self, sequence: TurnSequence) -> None:
+        for segment in sequence.segments:
+            self._forget(segment)
         if sequence.cache is not None:
             self._free[sequence.cache.replica].add(sequence.cache.index)
             sequence.cache = None

@@ -39,16 +39,27 @@ _TRANSITIONS = {
 }
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ResidualPlace:
+    """Where the residuals of a segment lie: (prefix bucket, bucket), and which of that shape."""
+
+    replica: int
+    shape: tuple[int, int]
+    index: int
+
+
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Segment:
     """One range of input positions; its first is `example.prefix_length`.
 
     Attributes:
       is_scored: some target of it has a weight.
+      residuals: from its run to its replay, where they are kept.
     """
 
     example: Example
     is_scored: bool
+    residuals: ResidualPlace | None = None
     stage: SegmentStage = SegmentStage.WAITING
 
     def advance(self, stage: SegmentStage) -> None:
