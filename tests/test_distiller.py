@@ -154,6 +154,26 @@ def test_the_tail_is_one_trajectory_whatever_the_batch():
     assert tails[0] == tails[1] == tails[2]
 
 
+def test_unscored_turns_that_come_one_by_one_or_at_once_have_the_same_bits():
+    """They are run when a scored turn follows, each by itself, however long they waited."""
+    rng = np.random.default_rng(5)
+    turns = [oc.turn(rng, 2, 3, 1, is_scored=number in (0, 4)) for number in range(5)]
+    case = oc.TurnCase(prompt=(1, 2), turns=tuple(turns))
+    gradients, distiller = [], shared("always", 3)
+    for is_eager in (True, False):
+        (group,) = open_groups(distiller, [case])
+        for number, turn in enumerate(case.turns):
+            distiller.add_turn(group, 0, turn)
+            if is_eager or number in (0, 4):
+                distiller.work()
+        distiller.add_trajectory(group, 0, case.tokens)
+        gradients.append(distiller.gradient())
+        distiller.abandon()
+    for one, two in zip(*map(jax.tree.leaves, gradients), strict=True):
+        np.testing.assert_array_equal(one, two)
+    assert lc.rel_l2(gradients[0], descent(distiller, [case])) <= 1e-5
+
+
 def tail_of(num_others: int) -> list[str]:
     """The calls after the last score of a step, whose last trajectory is always the same."""
     distiller = shared("idle", 3)
