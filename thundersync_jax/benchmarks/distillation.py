@@ -34,7 +34,7 @@ REPETITIONS = {16: 2, 64: 1}
 MODES = {
     "never": OpdSection(stream_turns="never"),
     "idle": OpdSection(stream_turns="idle", num_caches=NUM_CACHES),
-    "kept": OpdSection(stream_turns="idle", num_caches=NUM_CACHES, num_residuals=16),
+    "kept": OpdSection(stream_turns="idle", num_caches=NUM_CACHES, num_residuals=8),
 }
 
 
