@@ -24,7 +24,7 @@ from thundersync_jax.model.presets import TransformerConfig, preset
 from thundersync_jax.model.transformer import init_params
 from thundersync_jax.trajectory import ScoredTurn, TrajectoryBuilder, TrajectoryTokens
 
-NUM_TURNS, TURN_TOKENS, READ_TOKENS, PROMPT_TOKENS = 8, 48, 16, 2
+NUM_TURNS, TURN_TOKENS, READ_TOKENS, PROMPT_TOKENS = 8, 48, 16, 1
 NUM_PAIRED = 15
 VOCAB_SIZE = 16384
 BUCKETS = (64, 512)
