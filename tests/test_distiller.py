@@ -116,7 +116,7 @@ def test_the_last_turn_is_never_replayed_and_waiting_turns_run_once_more():
     rng = np.random.default_rng(0)
     turns = [oc.turn(rng, 1, 2, 0) for _ in range(4)]  # 3 positions each; the first one more
     case = oc.TurnCase(prompt=(1, 2), turns=tuple(turns))
-    seen = {}
+    seen, flops = {}, {}
     for stream_turns, is_eager in (("always", True), ("always", False), ("never", True)):
         distiller = shared(stream_turns, 3)
         distiller.take_work_log()
@@ -130,6 +130,7 @@ def test_the_last_turn_is_never_replayed_and_waiting_turns_run_once_more():
         kinds = [item.path for item in distiller.take_work_log()]
         report = distiller.update()
         seen[stream_turns, is_eager] = (kinds, report.replayed_tokens, dict(report.paths))
+        flops[stream_turns, is_eager] = report.replayed_flops
     by_turns, whole = {"turns": 1, "whole": 0}, {"turns": 0, "whole": 1}
     stream, forward, close, replay = "turn_stream", "turn_forward", "turn_close", "turn_replay"
     assert seen == {
@@ -137,14 +138,46 @@ def test_the_last_turn_is_never_replayed_and_waiting_turns_run_once_more():
         ("always", False): ([stream] + [forward] * 2 + [close] * 3 + [replay], 10, by_turns),
         ("never", True): (["turn_whole"], 0, whole),
     }
+    first, second, third = (MODEL.forward_flops(*sizes) for sizes in ((4, 0), (3, 4), (3, 7)))
+    assert flops == {
+        ("always", True): 3 * (first + second + third),
+        ("always", False): 3 * first + second + third,
+        ("never", True): 0,
+    }
 
 
 def test_the_tail_is_one_trajectory_whatever_the_batch():
     """All others are done when the last scores come: what is left is its own segments, once each,
     and the update.
     """
+    tails = [tail_of(num_others) for num_others in (7, 15, 63)]
+    assert tails[0] == tails[1] == tails[2]
+
+
+def test_unscored_turns_that_come_one_by_one_or_at_once_have_the_same_bits():
+    """They are run when a scored turn follows, each by itself, however long they waited."""
+    rng = np.random.default_rng(5)
+    turns = [oc.turn(rng, 2, 3, 1, is_scored=number in (0, 4)) for number in range(5)]
+    case = oc.TurnCase(prompt=(1, 2), turns=tuple(turns))
+    gradients, distiller = [], shared("always", 3)
+    for is_eager in (True, False):
+        (group,) = open_groups(distiller, [case])
+        for number, turn in enumerate(case.turns):
+            distiller.add_turn(group, 0, turn)
+            if is_eager or number in (0, 4):
+                distiller.work()
+        distiller.add_trajectory(group, 0, case.tokens)
+        gradients.append(distiller.gradient())
+        distiller.abandon()
+    for one, two in zip(*map(jax.tree.leaves, gradients), strict=True):
+        np.testing.assert_array_equal(one, two)
+    assert lc.rel_l2(gradients[0], descent(distiller, [case])) <= 1e-5
+
+
+def tail_of(num_others: int) -> list[str]:
+    """The calls after the last score of a step, whose last trajectory is always the same."""
     distiller = shared("idle", 3)
-    cases = [oc.random_case(seed) for seed in range(8)]
+    cases = [*(oc.random_case(8 + seed) for seed in range(num_others)), oc.random_case(7)]
     groups = open_groups(distiller, cases)
     for group, case in zip(groups[:-1], cases[:-1], strict=True):
         add_turns(distiller, group, case)
@@ -162,6 +195,7 @@ def test_the_tail_is_one_trajectory_whatever_the_batch():
     kinds = [item.path for item in work[:-1]]
     assert len(kinds) <= len(cases[-1].turns) and set(kinds) <= {"turn_close", "turn_replay"}
     assert report.action_tokens == oc.num_scored(cases)
+    return kinds
 
 
 def test_update_is_the_optimizer_step_on_that_gradient():

@@ -20,7 +20,16 @@ from thundersync_jax.benchmarks.report import Report
 from thundersync_jax.command_line import run_main
 from thundersync_jax.metrics import jsonable, write_atomically
 
-BENCHMARKS = ("agentic", "endtoend", "exactness", "learner", "schedule", "serving", "turns")
+BENCHMARKS = (
+    "agentic",
+    "distillation",
+    "endtoend",
+    "exactness",
+    "learner",
+    "schedule",
+    "serving",
+    "turns",
+)
 
 _JSON = flags.DEFINE_string("json", None, "File for the result; '-' is standard output.")
 

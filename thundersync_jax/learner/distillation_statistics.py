@@ -8,9 +8,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from thundersync_jax.learner.groups import Group, Stage
+from thundersync_jax.learner.replay_count import ReplayCount
 from thundersync_jax.learner.statistics import LogprobGapError, NonFiniteGradientError, Note
-from thundersync_jax.learner.turn_schedule import TWICE, SegmentKind, SegmentLane
+from thundersync_jax.learner.turn_schedule import SegmentKind, SegmentLane
 from thundersync_jax.learner.turns import TurnSequence
+from thundersync_jax.model.presets import TransformerConfig
 from thundersync_jax.transport.messages import UpdateReport
 
 _SCORED = (SegmentKind.STREAM, SegmentKind.CLOSE, SegmentKind.WHOLE)
@@ -24,17 +26,16 @@ class DistillationStatistics:
         the difference.
     """
 
-    def __init__(self, max_logprob_gap: float) -> None:
+    def __init__(self, max_logprob_gap: float, model: TransformerConfig) -> None:
         self._max_logprob_gap = max_logprob_gap
         self._notes: list[tuple[TurnSequence, Note]] = []
         self._by_turns: set[TurnSequence] = set()
-        self._num_replayed = 0
+        self._replayed = ReplayCount(model)
         self.has_gradient = False
 
     def add(self, kind: SegmentKind, lane: SegmentLane, note: Note | None) -> None:
         """Counts a lane that was run; a forward call has nothing to note."""
-        if kind in TWICE:
-            self._num_replayed += lane.example.num_positions
+        self._replayed.add(kind, lane)
         if kind is not SegmentKind.WHOLE:
             self._by_turns.add(lane.sequence)
         self.has_gradient |= kind in _SCORED
@@ -101,5 +102,6 @@ class DistillationStatistics:
             teacher_kl_mean=(
                 sum(s.teacher_kl for s in sequences) / num_tokens if num_tokens else math.nan
             ),
-            replayed_tokens=self._num_replayed,
+            replayed_tokens=self._replayed.num_tokens,
+            replayed_flops=self._replayed.num_flops,
         )

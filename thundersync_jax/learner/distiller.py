@@ -93,7 +93,7 @@ class Distiller(BaseLearner[SegmentWork]):
           mesh: axes data, fsdp, tensor; the first device alone by default.
           reserved_bytes: of every device, for others.
         """
-        self._vocab_size = model.vocab_size
+        self._model = model
         self._opd = opd
         settings = ScoreSettings(
             model=model,
@@ -145,7 +145,7 @@ class Distiller(BaseLearner[SegmentWork]):
         if group_size < 1 or group_size != int(group_size):
             raise LearnerError(f"task {task_id!r}: group_size {group_size}: expected at least 1")
         prompt = check_prompt(
-            task_id, prompt_ids, vocab_size=self._vocab_size, longest=self._config.buckets[-1]
+            task_id, prompt_ids, vocab_size=self._model.vocab_size, longest=self._config.buckets[-1]
         )
         group = Group(
             group_id=self._next_group_id,
@@ -170,7 +170,7 @@ class Distiller(BaseLearner[SegmentWork]):
         sequence, name = self._sequences[member], found.name(member)
         if member.stage is not Stage.EXPECTED:
             raise LearnerError(f"{name} is {member.stage.value}: no turn can follow")
-        check_ids(name, turn.tokens.token_ids, self._vocab_size)
+        check_ids(name, turn.tokens.token_ids, self._model.vocab_size)
         num_positions = sequence.num_tokens + turn.tokens.num_tokens - 1
         check_length(name, num_positions, self._config.buckets[-1])
         sequence.add(turn)
@@ -216,7 +216,7 @@ class Distiller(BaseLearner[SegmentWork]):
         self._sequences: dict[Member, TurnSequence] = {}
         is_weighted = self._opd.ratio_cap > 0
         self._statistics = DistillationStatistics(
-            math.inf if is_weighted else self._config.max_logprob_gap
+            math.inf if is_weighted else self._config.max_logprob_gap, self._model
         )
 
     def _clear_buffers(self) -> None:

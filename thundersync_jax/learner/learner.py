@@ -84,7 +84,7 @@ class Learner(BaseLearner[Work]):
           mesh: axes data, fsdp, tensor; the first device alone by default.
           reserved_bytes: of every device, for others.
         """
-        self._vocab_size = model.vocab_size
+        self._model = model
         self._objective = make_objective(config.objective, config.objective_options)
         settings = ScoreSettings(
             model=model,
@@ -121,7 +121,7 @@ class Learner(BaseLearner[Work]):
         )
         self._schedule = self._make_schedule()
         grow = self._schedule.turns.grow
-        self._contents = Contents(self._objective, config, self._vocab_size, grow)
+        self._contents = Contents(self._objective, config, self._model.vocab_size, grow)
         self._begin_step()
 
     # -- what the caller enqueues ---------------------------------------------------------------
@@ -137,7 +137,7 @@ class Learner(BaseLearner[Work]):
             expected = "expected at least 2, or no advantage"
             raise LearnerError(f"task {task_id!r}: group_size {group_size}: {expected}")
         prompt = check_prompt(
-            task_id, prompt_ids, vocab_size=self._vocab_size, longest=self._config.buckets[-1]
+            task_id, prompt_ids, vocab_size=self._model.vocab_size, longest=self._config.buckets[-1]
         )
         sizes = [*(len(group.members) for group in self._schedule.groups), group_size]
         self._reduction.check_group(f"task {task_id!r}", sizes, self._objective)
@@ -211,7 +211,9 @@ class Learner(BaseLearner[Work]):
         super()._begin_step()
         self._buffers.begin(self.state.sums)
         self._schedule.begin(self.state.sums.center if self._reduction.has_center else None)
-        self._statistics = StepStatistics(self._objective, self._config.max_logprob_gap)
+        self._statistics = StepStatistics(
+            self._objective, self._config.max_logprob_gap, self._model
+        )
 
     def _clear_buffers(self) -> None:
         self._buffers.clear(self.state.sums)

@@ -10,10 +10,12 @@ import numpy as np
 
 from thundersync_jax.errors import UserError
 from thundersync_jax.learner.groups import FINAL_PATHS, Group, Member, Path, Stage
-from thundersync_jax.learner.turn_schedule import TWICE, SegmentKind, SegmentLane
+from thundersync_jax.learner.replay_count import ReplayCount
+from thundersync_jax.learner.turn_schedule import SegmentKind, SegmentLane
 from thundersync_jax.learner.work import LaneWork
 from thundersync_jax.losses.advantages import is_constant
 from thundersync_jax.losses.objective import Objective
+from thundersync_jax.model.presets import TransformerConfig
 from thundersync_jax.transport.messages import UpdateReport
 
 
@@ -55,13 +57,15 @@ class StepStatistics:
     were folded before the last reward or never: they are not counted.
     """
 
-    def __init__(self, objective: Objective, max_logprob_gap: float) -> None:
+    def __init__(
+        self, objective: Objective, max_logprob_gap: float, model: TransformerConfig
+    ) -> None:
         self._objective = objective
         self._max_logprob_gap = max_logprob_gap
         self._notes: list[tuple[LaneWork, Note]] = []
         self._terms: list[tuple[LaneWork, Note]] = []
         self._held: dict[Member, Note] = {}
-        self._num_replayed = 0
+        self._replayed = ReplayCount(model)
         self.has_gradient = False
 
     def add(self, lane: LaneWork, note: Note) -> None:
@@ -79,8 +83,7 @@ class StepStatistics:
         self, member: Member, kind: SegmentKind, lane: SegmentLane, note: Note | None
     ) -> None:
         """Counts a turn of a held gradient; a forward call has nothing to note."""
-        if kind in TWICE:
-            self._num_replayed += lane.example.num_positions
+        self._replayed.add(kind, lane)
         if note is not None:
             known = self._held.get(member)
             self._held[member] = note if known is None else known.joined(note)
@@ -156,7 +159,8 @@ class StepStatistics:
             paths={path.value: sum(m.path is path for m in members) for path in FINAL_PATHS},
             num_held=sum(m.was_held for m in members),
             num_by_turns=sum(m.is_by_turns and m.reward is not None for m in members),
-            replayed_tokens=self._num_replayed,
+            replayed_tokens=self._replayed.num_tokens,
+            replayed_flops=self._replayed.num_flops,
             num_promotions=num_promotions,
         )
 

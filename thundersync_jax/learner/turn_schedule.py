@@ -47,10 +47,6 @@ class SegmentKind(enum.Enum):
     WHOLE = "turn_whole"  # every segment at once, without a cache
 
 
-# Kinds that only run because turns stream.
-TWICE = (SegmentKind.FORWARD, SegmentKind.REPLAY, SegmentKind.REPLAY_KEPT)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SegmentLane:
     """One segment of one trajectory, or, for WHOLE, all of them (`segment` None)."""

@@ -72,6 +72,16 @@ class TransformerConfig:
     remat: str = "none"
     attention: str = "auto"
 
+    def forward_flops(self, num_positions: int, num_before: int = 0) -> int:
+        """Floating-point operations of the blocks' matrix products over so many positions after
+        others; the output head is left out.
+        """
+        width = self.num_heads * self.head_dim
+        kernels = self.embed_dim * (2 * width + 2 * self.num_kv_heads * self.head_dim)
+        kernels += 3 * self.embed_dim * self.mlp_dim
+        pairs = num_positions * num_before + num_positions * (num_positions + 1) // 2
+        return self.num_layers * (2 * kernels * num_positions + 4 * width * pairs)
+
     def __post_init__(self) -> None:
         for name in (
             "vocab_size",

@@ -207,6 +207,7 @@ class UpdateReport:
         and the teacher q.
       num_by_turns: trajectories with a reward whose turns ran before their content was final.
       replayed_tokens: positions that ran once more than without turn streaming.
+      replayed_flops: of the matrix products that ran for them, in closed form; see `ReplayCount`.
       num_promotions: leaves of exact sums that met a gradient beyond their grid.
     """
 
@@ -227,4 +228,5 @@ class UpdateReport:
     teacher_kl_mean: float = math.nan
     num_by_turns: int = 0
     replayed_tokens: int = 0
+    replayed_flops: int = 0
     num_promotions: int = 0
