@@ -84,7 +84,7 @@ class Taught:
             sampling=SamplingSection(),
             run_seed=5,
             max_context=LONG,
-            teacher=teacher,
+            scorer=teacher,
             on_turn=self.hear,
         )
 

@@ -15,10 +15,13 @@ likewise.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from thundersync_jax.config_sampling import SamplingSection
 from thundersync_jax.config_sections import RolloutSection
@@ -27,7 +30,15 @@ from thundersync_jax.rollout.agent import Agent, derive_seed
 from thundersync_jax.rollout.chat import Tokenizer
 from thundersync_jax.rollout.phases import AttemptError, contained, run_phase, to_completion
 from thundersync_jax.rollout.scoring import TurnListener, TurnScoring
-from thundersync_jax.trajectory import Rollout, Task, TrajectoryKey, Verdict, check_reward
+from thundersync_jax.trajectory import (
+    Rollout,
+    ScoredTurn,
+    Task,
+    TrajectoryKey,
+    TrajectoryTokens,
+    Verdict,
+    check_reward,
+)
 from thundersync_jax.transport.client import PolicyClient, ScoreClient, ServingError
 
 if TYPE_CHECKING:
@@ -44,7 +55,9 @@ class RolloutRunner:
       run_seed: with the key it determines every draw and the environment's seed.
       max_context: the most tokens of prompt and trajectory together.
       clock: seconds on the run's clock.
-      teacher, on_turn: distillation: who scores the turns, and who hears of each; both or neither.
+      scorer: a frozen policy, which scores every turn while its tool runs.
+      on_turn: hears of each: the scorer is a teacher. Without it, it is the reference, and its
+        scores are the trajectory's reference_logprobs.
     """
 
     def __init__(
@@ -59,7 +72,7 @@ class RolloutRunner:
         run_seed: int,
         max_context: int,
         clock: Callable[[], float] = time.monotonic,
-        teacher: ScoreClient | None = None,
+        scorer: ScoreClient | None = None,
         on_turn: TurnListener | None = None,
     ) -> None:
         self._client = client
@@ -71,7 +84,7 @@ class RolloutRunner:
         self._run_seed = run_seed
         self._max_context = max_context
         self._clock = clock
-        self._teacher = teacher
+        self._scorer = scorer
         self._on_turn = on_turn
 
     async def run(
@@ -111,7 +124,8 @@ class RolloutRunner:
         prompt_ids: tuple[int, ...],
         environment: Environment,
     ) -> Rollout:
-        async with self._scored(key, prompt_ids) as scoring:
+        referred: list[TrajectoryTokens] = []
+        async with self._scored(key, prompt_ids, referred) as scoring:
             agent = Agent(
                 client=self._client,
                 environment=environment,
@@ -127,21 +141,32 @@ class RolloutRunner:
                 scoring=scoring,
             )
             try:
-                return await agent.run()
+                rollout = await agent.run()
             finally:
                 await to_completion(self._free("release", key, lambda: self._client.release(key)))
+        return with_reference(rollout, referred) if referred else rollout
 
     @contextlib.asynccontextmanager
     async def _scored(
-        self, key: TrajectoryKey, prompt_ids: tuple[int, ...]
+        self, key: TrajectoryKey, prompt_ids: tuple[int, ...], referred: list[TrajectoryTokens]
     ) -> AsyncIterator[TurnScoring | None]:
-        """The teacher's part of an attempt, if there is a teacher: every turn is scored at the end
-        of it.
+        """The scorer's part of an attempt, if there is one: every turn is scored at the end of it.
+
+        Args:
+          referred: gets every turn with its reference_logprobs, without `on_turn`.
         """
-        if self._teacher is None or self._on_turn is None:
+        if self._scorer is None:
             yield None
             return
-        scoring = TurnScoring(self._teacher, key, prompt_ids, self._on_turn)
+
+        def on_scores(tokens: TrajectoryTokens, scores: Sequence[float]) -> None:
+            if self._on_turn is None:
+                referred.append(dataclasses.replace(tokens, reference_logprobs=np.asarray(scores)))
+            else:
+                turn = ScoredTurn(tokens=tokens, teacher_logprobs=np.asarray(scores))
+                self._on_turn(key, turn)
+
+        scoring = TurnScoring(self._scorer, key, prompt_ids, on_scores)
         scoring.start()
         try:
             yield scoring
@@ -163,3 +188,11 @@ class RolloutRunner:
             await run_phase(phase, key, self._limits.reset_timeout_s, work)
         except AttemptError as error:
             _log.error("%s", error)
+
+
+def with_reference(rollout: Rollout, turns: Sequence[TrajectoryTokens]) -> Rollout:
+    """The rollout with the reference_logprobs of its turns, 0 where no policy sampled."""
+    scores = np.concatenate([turn.reference_logprobs for turn in turns])
+    mask = rollout.tokens.action_mask
+    tokens = dataclasses.replace(rollout.tokens, reference_logprobs=np.where(mask, scores, 0))
+    return dataclasses.replace(rollout, tokens=tokens)

@@ -1,12 +1,12 @@
-"""The teacher's scores of one attempt's turns, while the attempt goes on.
+"""A frozen policy's scores of one attempt's turns, while the attempt goes on.
 
 Invariants:
-  * Turns are scored one after the other, each as soon as it is sampled: the teacher works while the
+  * Turns are scored one after the other, each as soon as it is sampled: the scorer works while the
     tool does.
-  * `on_turn` hears every turn once, in order, before `finish` returns.
-  * What breaks on the teacher's side is an AttemptError: at the next turn, or at the latest in
+  * `on_scores` hears every turn once, in order, before `finish` returns.
+  * What breaks on the scorer's side is an AttemptError: at the next turn, or at the latest in
     `finish`. Turns that were heard before stand.
-  * The teacher's session is released by `close`, whatever happened.
+  * The scorer's session is released by `close`, whatever happened.
 
 Who calls it: `rollout.RolloutRunner` makes one an attempt; `agent.Agent` gives it turns.
 """
@@ -14,9 +14,7 @@ Who calls it: `rollout.RolloutRunner` makes one an attempt; `agent.Agent` gives 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-
-import numpy as np
+from collections.abc import Callable, Sequence
 
 from thundersync_jax.rollout.phases import AttemptError
 from thundersync_jax.trajectory import (
@@ -29,22 +27,28 @@ from thundersync_jax.transport.client import ScoreClient, ServingError
 from thundersync_jax.transport.messages import ScoreRequest
 
 TurnListener = Callable[[TrajectoryKey, ScoredTurn], None]
+ScoreListener = Callable[[TrajectoryTokens, Sequence[float]], None]
 
 
 class TurnScoring:
-    """Scores the turns of one attempt."""
+    """Scores the turns of one attempt.
+
+    Args:
+      on_scores: gets a turn's tokens and their log-probabilities; raises TrajectoryError for what
+        no policy can have said.
+    """
 
     def __init__(
         self,
         client: ScoreClient,
         key: TrajectoryKey,
         prompt_ids: tuple[int, ...],
-        on_turn: TurnListener,
+        on_scores: ScoreListener,
     ) -> None:
         self._client = client
         self._key = key
         self._context_ids = prompt_ids
-        self._on_turn = on_turn
+        self._on_scores = on_scores
         self._turns: asyncio.Queue[TrajectoryTokens | None] = asyncio.Queue()
         self._task: asyncio.Task[None] | None = None
 
@@ -64,7 +68,7 @@ class TurnScoring:
         await self._task
 
     async def close(self) -> None:
-        """Ends the scoring in progress, and the teacher's session."""
+        """Ends the scoring in progress, and the scorer's session."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait({self._task})
@@ -79,9 +83,6 @@ class TurnScoring:
             request = ScoreRequest(session=self._key, context_ids=self._context_ids, first=first)
             try:
                 result = await self._client.score(request)
-                turn = ScoredTurn(
-                    tokens=tokens, teacher_logprobs=np.asarray(result.logprobs, np.float64)
-                )
+                self._on_scores(tokens, result.logprobs)
             except (ServingError, TrajectoryError) as error:
                 raise AttemptError(f"scoring {self._key} failed: {error}") from error
-            self._on_turn(self._key, turn)

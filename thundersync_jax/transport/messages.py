@@ -205,6 +205,8 @@ class UpdateReport:
         a buffer.
       teacher_kl_mean: distillation: the mean over scored tokens of log b - log q, of the sampler b
         and the teacher q.
+      reference_kl_k3_mean: the mean over action tokens of q / b - 1 - log(q / b), of the sampler b
+        and the reference policy q: the k3 estimate of their KL divergence; NaN without a reference.
       replayed_tokens: distillation: positions that ran once more than without turn streaming.
       num_promotions: leaves of exact sums that met a gradient beyond their grid.
     """
@@ -224,5 +226,6 @@ class UpdateReport:
     paths: Mapping[str, int]
     num_held: int
     teacher_kl_mean: float = math.nan
+    reference_kl_k3_mean: float = math.nan
     replayed_tokens: int = 0
     num_promotions: int = 0
