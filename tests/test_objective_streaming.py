@@ -146,6 +146,14 @@ def kl_and_entropy(groups: Groups) -> float:
     return score + sum(0.05 * s.h.sum() - 0.1 * k3(s) for s in content) / tokens(content)
 
 
+def mixed(groups: Groups) -> float:
+    """Half of the distillation of every content, with the ratio cut at 1.2."""
+    content, arrived = everything(groups), rewarded(everything(groups))
+    score = total(grouped(groups, lambda a, s: a * s.p.mean())) / len(arrived)
+    taught = sum((np.minimum(np.exp(s.p0 - s.b), 1.2) * (s.q - s.b) * s.p).sum() for s in content)
+    return score + 0.5 * taught / tokens(content)
+
+
 def over_tokens(value: Callable, advantage: Callable = standardized) -> Callable:
     return lambda g: total(grouped(g, value, advantage)) / tokens(rewarded(everything(g)))
 
@@ -158,6 +166,7 @@ PAPERS: dict[str, Callable[[Groups], float]] = {
     "grpo": over_tokens(reinforce),
     "grpo_kl_entropy": kl_and_entropy,
     "grpo_kl_of_groups": kl_of_groups,
+    "grpo_distillation": mixed,
     "dr_grpo": over_trajectories(reinforce, centered, 32),
     "rloo": over_trajectories(reinforce, leave_one_out),
     "dapo": dapo,

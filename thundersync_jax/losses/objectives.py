@@ -6,7 +6,11 @@ with `learner.objective_options` and returns an `Objective`. Options that all bu
     normalizer          see `normalizers`; `normalizer_tokens` is L of "constant"
     kl_coefficient      0: no KL to the reference; `kl_estimator` "k1", "k2" or "k3" (default)
     entropy_coefficient 0: none
-    terms_normalizer    of both terms; "" takes that of the objective
+    distillation_coefficient
+                        0: no distillation towards the reference (`opd`), whose weight of learner
+                        against sampler `distillation_ratio_cap` cuts; 0 (default): no weight. A run
+                        has one reference policy, so there is a KL to it or distillation from it
+    terms_normalizer    of all terms; "" takes that of the objective
     terms_scope         "content" (default): every trajectory whose content is final counts, also in
                         groups of equal rewards and with a failed verdict; "group": those with a
                         reward, in groups with an advantage. "group" runs members when their group's
@@ -47,6 +51,7 @@ from thundersync_jax.losses.objective import (
     no_shaping,
 )
 from thundersync_jax.losses.objective_check import check_objective
+from thundersync_jax.losses.opd import distillation_term
 from thundersync_jax.losses.regularizers import ESTIMATORS, entropy_term, kl_term
 
 Score = Callable[[Any], Any]
@@ -62,6 +67,8 @@ class Common:
     kl_coefficient: float = 0.0
     kl_estimator: str = "k3"
     entropy_coefficient: float = 0.0
+    distillation_coefficient: float = 0.0
+    distillation_ratio_cap: float = 0.0
     terms_normalizer: str = ""
     terms_scope: str = "content"
     drop_equal_groups: bool = False
@@ -78,8 +85,16 @@ class Common:
                 check(value >= 1, f"{_KEY}.normalizer_tokens", value, expected)
         check_choice(f"{_KEY}.kl_estimator", self.kl_estimator, tuple(ESTIMATORS))
         check_choice(f"{_KEY}.terms_scope", self.terms_scope, tuple(s.value for s in Scope))
-        for key in ("kl_coefficient", "entropy_coefficient"):
-            _check_least(key, getattr(self, key), 0)
+        for key in ("kl", "entropy", "distillation"):
+            _check_least(f"{key}_coefficient", getattr(self, f"{key}_coefficient"), 0)
+        _check_least("distillation_ratio_cap", self.distillation_ratio_cap, 0)
+        check(
+            not (self.kl_coefficient and self.distillation_coefficient),
+            f"{_KEY}.kl_coefficient",
+            self.kl_coefficient,
+            "0 beside a distillation_coefficient: a run has one reference policy, and both terms "
+            "would pull to the same",
+        )
         is_shaped = self.overlong_tokens > 0 or self.overlong_cache > 0
         check(
             not is_shaped or 0 < self.overlong_cache <= self.overlong_tokens,
@@ -127,6 +142,14 @@ class Common:
             found.append(kl)
         if self.entropy_coefficient:
             found.append(entropy_term(self.entropy_coefficient, normalizer=normalizer, scope=scope))
+        if self.distillation_coefficient:
+            term = distillation_term(
+                self.distillation_coefficient,
+                ratio_cap=self.distillation_ratio_cap,
+                normalizer=normalizer,
+                scope=scope,
+            )
+            found.append(term)
         return tuple(found)
 
     def _overlong(self) -> SoftOverlong:
