@@ -79,6 +79,8 @@ def _example(cls: type) -> ev.Event:
         "policy_version": 0,
         "groups": 1,
         "group_size": 1,
+        "refills": 0,
+        "turn": 0,
         "is_empty": False,
     }
     fields = {name: values[name] for name in cls.__dataclass_fields__}
