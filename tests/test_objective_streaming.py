@@ -131,6 +131,16 @@ def reinforce_pp(groups: Groups) -> float:
     return sum(a * s.p.sum() for a, s in parts) / tokens(arrived) - 0.2 * kl
 
 
+def reinforce_pp_baseline(groups: Groups) -> float:
+    """The mean of each group, the deviation of the step; k2 of every content."""
+    parts = grouped(groups, lambda a, s: (a, s.p.sum()), centered)
+    advantages, scores = np.transpose([part for group in parts for part in group])
+    content = everything(groups)
+    kl = sum((np.square(s.p - s.q) / 2).sum() for s in content) / tokens(content)
+    value = (advantages * scores).sum() / (advantages.std() + 1e-6)
+    return value / tokens(rewarded(content)) - 0.2 * kl
+
+
 def kl_of_groups(groups: Groups) -> float:
     """k2 counts in groups with an advantage only, over the tokens of all that have a reward."""
     value = total(grouped(groups, reinforce))
@@ -173,6 +183,7 @@ PAPERS: dict[str, Callable[[Groups], float]] = {
     "gspo": over_trajectories(gspo, standardized),
     "cispo": over_tokens(weighted(lambda w: np.clip(w, 0.5, 1.2))),
     "reinforce_pp": reinforce_pp,
+    "reinforce_pp_baseline": reinforce_pp_baseline,
     "tis_reinforce": over_tokens(weighted(lambda w: np.minimum(w, 1.1)), centered),
     "ppo": over_tokens(clipped(0.2, 0.2)),
 }

@@ -75,6 +75,10 @@ OBJECTIVES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "reinforce_pp",
         {"kl_coefficient": 0.2, "terms_normalizer": "trajectory_mean"},
     ),
+    "reinforce_pp_baseline": (
+        "reinforce_pp_baseline",
+        {"kl_coefficient": 0.2, "kl_estimator": "k2"},
+    ),
     "tis_reinforce": ("tis_reinforce", {"cap": 1.1}),
     "ppo": ("ppo", {}),
 }

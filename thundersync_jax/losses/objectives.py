@@ -110,6 +110,7 @@ class Common:
         advantages: Callable[[np.ndarray], np.ndarray],
         streams: Streams = Streams.TRAJECTORY,
         *,
+        advantage_scale: Callable[[np.ndarray], float] | None = None,
         weighs_sampler: bool = False,
     ) -> Objective:
         """An objective with these options; terms of scope GROUP make it stream by GROUP."""
@@ -127,6 +128,7 @@ class Common:
             terms=terms,
             shape_reward=self._overlong() if is_shaped else no_shaping,
             keeps_group=has_unequal if self.drop_equal_groups else every_group,
+            advantage_scale=advantage_scale,
             weighs_sampler=weighs_sampler,
         )
 
@@ -274,9 +276,34 @@ def reinforce_pp(*, tis_cap: float = 0.0, **common: Any) -> Objective:
     )
 
 
+def reinforce_pp_baseline(*, tis_cap: float = 0.0, **common: Any) -> Objective:
+    """A = (r - mean of the group) / (std of that over the step + eps) (arXiv 2501.03262, section
+    on the variant for groups). The mean closes a group, the std the step: so it streams as GRPO.
+    """
+    score, weighs = _truncated(tis_cap)
+    return Common(**common).make(
+        "reinforce_pp_baseline",
+        score,
+        adv.centered,
+        advantage_scale=adv.spread,
+        weighs_sampler=weighs,
+    )
+
+
 BUILT_IN: Mapping[str, Callable[..., Objective]] = {
     made.__name__: made
-    for made in (grpo, dr_grpo, rloo, dapo, gspo, cispo, reinforce_pp, tis_reinforce, ppo)
+    for made in (
+        grpo,
+        dr_grpo,
+        rloo,
+        dapo,
+        gspo,
+        cispo,
+        reinforce_pp,
+        reinforce_pp_baseline,
+        tis_reinforce,
+        ppo,
+    )
 }
 
 
