@@ -79,6 +79,7 @@ def _example(cls: type) -> ev.Event:
         "policy_version": 0,
         "groups": 1,
         "refills": 0,
+        "turn": 0,
         "group_size": 1,
         "is_empty": False,
     }
