@@ -14,16 +14,13 @@ import jax.numpy as jnp
 import learner_cases as lc
 import numpy as np
 import pytest
+from objective_cases import LENGTH, cases_of, learner_of, one_group, section
 
 from thundersync_jax.benchmarks.exactness import OBJECTIVES
-from thundersync_jax.config_sections import LearnerSection
 from thundersync_jax.learner.groups import LearnerError
-from thundersync_jax.learner.learner import OpenGroupsError
 from thundersync_jax.learner.statistics import NonFiniteGradientError
 from thundersync_jax.model.transformer import forward, logits
 from thundersync_jax.trajectory import TrajectoryError
-
-LENGTH = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -189,26 +186,6 @@ PAPERS: dict[str, Callable[[Groups], float]] = {
 }
 
 
-def cases_of(seed: int) -> list[lc.Case]:
-    """Groups of every kind, some of whose prompts are long enough to be shared."""
-    rng = np.random.default_rng(seed)
-    prompts = [tuple(rng.integers(0, lc.VOCAB_SIZE, n).tolist()) for n in (20, 3, 14, 9)]
-    cases = lc.random_batch(seed, num_groups=4, size=4)
-    return [dataclasses.replace(c, prompt=p) for c, p in zip(cases, prompts, strict=True)]
-
-
-def learner_of(name: str, dtype: str = "float32", **changes):
-    objective, options = OBJECTIVES[name]
-    return lc.make_learner(
-        lc.tiny(dtype),
-        objective=objective,
-        objective_options=options,
-        buckets=(LENGTH,),
-        tokens_per_step=2 * LENGTH,
-        **{"pool_size": 1, "held_gradients": 0, **changes},
-    )
-
-
 # One of each kind also shares prompts and runs ahead of verdicts; each program compiles in seconds.
 ALL_PATHS = {
     "held_gradients": 1,
@@ -217,11 +194,6 @@ ALL_PATHS = {
     "min_shared_tokens": 8,
 }
 KINDS = ("grpo_kl_entropy", "dapo", "reinforce_pp")
-
-
-def section(name: str) -> LearnerSection:
-    objective, options = OBJECTIVES[name]
-    return LearnerSection(objective=objective, objective_options=options)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -329,11 +301,6 @@ def terms_learner():
     return learner_of("grpo_kl_entropy")
 
 
-def one_group(rewards, size: int = 2) -> lc.Case:
-    case = cases_of(5)[0]
-    return dataclasses.replace(case, trajectories=case.trajectories[:size], rewards=rewards)
-
-
 @pytest.mark.parametrize("rewards", [(0.5, 0.5), (None, None), (1.0, None)])
 def test_terms_count_in_groups_without_an_advantage(rewards):
     """LESSONS 8: by default a term counts every trajectory whose content is final; so the step is
@@ -369,34 +336,6 @@ def test_equal_groups_dilute_the_denominator_or_not(drops: bool, denominator: fl
     lc.enqueue(learner, cases)
     assert learner._denominators() == [denominator]
     assert not learner.update().is_empty
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_a_masked_step_and_a_step_of_nothing_change_nothing(name: str):
-    """LESSONS 2 and 7."""
-    learner = learner_of(name)
-    before = lc.copy_state(learner)
-    case = one_group((0.0, 1.0))
-    masked = dataclasses.replace(
-        case.trajectories[0],
-        action_mask=np.zeros(case.trajectories[0].num_tokens, bool),
-        behavior_logprobs=np.zeros(case.trajectories[0].num_tokens),
-        reference_logprobs=np.zeros(case.trajectories[0].num_tokens),
-    )
-    for cases in ([], [dataclasses.replace(case, trajectories=(masked, masked))]):
-        lc.enqueue(learner, cases)
-        report = learner.update()
-        assert report.is_empty and report.policy_version == 0
-    # LESSONS 11: what is not finite is refused by name.
-    group = learner.open_group("task-a", case.prompt, 2)
-    learner.add_trajectory(group, 0, case.trajectories[0])
-    with pytest.raises(TrajectoryError, match="index 0: a reward must be finite"):
-        learner.set_reward(group, 0, math.nan)
-    with pytest.raises(OpenGroupsError, match="1: waiting for content"):
-        learner.update()
-    learner.abandon()
-    for old, new in zip(before, lc.copy_state(learner), strict=True):
-        np.testing.assert_array_equal(old, new)
 
 
 def test_a_term_that_is_not_finite_never_reaches_the_optimizer():

@@ -222,6 +222,7 @@ class Programs:
         jitted = jax.jit(
             program.function,
             donate_argnums=program.donated,
+            keep_unused=True,  # or a donated buffer that is not read is not reused either
             out_shardings=shardings(program.results),
         )
 
