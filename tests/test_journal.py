@@ -81,8 +81,6 @@ def _example(cls: type) -> ev.Event:
         "refills": 0,
         "turn": 0,
         "group_size": 1,
-        "refills": 0,
-        "turn": 0,
         "is_empty": False,
     }
     fields = {name: values[name] for name in cls.__dataclass_fields__}
