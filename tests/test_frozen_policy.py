@@ -4,6 +4,7 @@ refused before anything compiles.
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import jax
@@ -19,6 +20,7 @@ from thundersync_jax.losses.objectives import make_objective
 from thundersync_jax.model.presets import preset
 from thundersync_jax.model.transformer import init_params
 from thundersync_jax.rollout.chat import word_tokenizer
+from thundersync_jax.runtime import build
 from thundersync_jax.trajectory_log import step_path
 from thundersync_jax.workdir import WorkDirectory
 
@@ -118,6 +120,14 @@ def test_a_policy_that_cannot_score_is_refused(key: str, other: Path, tmp_path: 
 def test_a_policy_and_what_reads_it_come_together(keys: dict, message: str, tmp_path: Path):
     with pytest.raises(ConfigError, match=message):
         find(configured(**keys), tmp_path)
+
+
+def test_a_run_is_refused_before_anything_of_it_is_made(tmp_path: Path):
+    workdir = WorkDirectory(tmp_path / "run")
+    config = resolve(configured(options=KL))
+    with pytest.raises(ConfigError, match=r"reference.policy = ''"):
+        asyncio.run(build(config, workdir, print))
+    assert not workdir.root.exists()
 
 
 def test_the_initial_policy_of_a_run_that_starts_from_a_checkpoint_is_not_the_seeds(

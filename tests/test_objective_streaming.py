@@ -18,6 +18,7 @@ from objective_cases import LENGTH, cases_of, learner_of, one_group, section
 
 from thundersync_jax.benchmarks.exactness import OBJECTIVES
 from thundersync_jax.learner.groups import LearnerError
+from thundersync_jax.learner.learner import OpenGroupsError
 from thundersync_jax.learner.statistics import NonFiniteGradientError
 from thundersync_jax.model.transformer import forward, logits
 from thundersync_jax.trajectory import TrajectoryError
@@ -362,6 +363,10 @@ def test_what_an_objective_needs_of_a_trajectory_is_asked_for_by_name():
     with pytest.raises(LearnerError, match=r"task-a.*index 0: .*no reference_logprobs"):
         learner.add_trajectory(group, 0, bare)
     learner.add_trajectory(group, 0, case.trajectories[0])
+    learner.add_trajectory(group, 1, case.trajectories[1])
+    learner.set_reward(group, 1, 1.0)
+    with pytest.raises(OpenGroupsError, match=r"task-a.* index 0: waiting for a reward"):
+        learner.update()
     with pytest.raises(TrajectoryError, match="reference_logprobs of action tokens must be finite"):
         scores = np.full(bare.num_tokens, math.nan)
         dataclasses.replace(bare, reference_logprobs=scores)

@@ -319,7 +319,7 @@ def make_objective(name: str, options: Mapping[str, Any]) -> Objective:
                 f"config.learner.objective = {name!r} is not built in. Did you mean {near!r}? "
                 f"There are {', '.join(BUILT_IN)}; one of your own is 'package.module:function'"
             )
-        _check_names(name, options)
+        _check_options(name, options)
         objective = BUILT_IN[name](**options)
     check(
         isinstance(objective, Objective),
@@ -331,15 +331,20 @@ def make_objective(name: str, options: Mapping[str, Any]) -> Objective:
     return objective
 
 
-def _check_names(name: str, options: Mapping[str, Any]) -> None:
+def _check_options(name: str, options: Mapping[str, Any]) -> None:
+    """Raises ConfigError for one that there is not, or of another type than its default."""
     own = inspect.signature(BUILT_IN[name]).parameters
-    known = [k for k in own if k != "common"] + [f.name for f in dataclasses.fields(Common)]
-    for key in options:
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
+    defaults = {field.name: field.default for field in dataclasses.fields(Common)}
+    defaults |= {key: own[key].default for key in own if key != "common"}
+    for key, value in options.items():
+        if key not in defaults:
+            near = difflib.get_close_matches(key, defaults, n=1, cutoff=0.0)[0]
             raise ConfigError(
                 f"config.{_KEY}.{key} is not an option of {name!r}. Did you mean {near!r}?"
             )
+        kind = type(defaults[key])
+        is_typed = type(value) is kind or (kind is float and type(value) is int)
+        check(is_typed, f"{_KEY}.{key}", value, f"a value of type {kind.__name__}")
 
 
 def _truncated(cap: float) -> tuple[Score, bool]:
