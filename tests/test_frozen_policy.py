@@ -13,6 +13,7 @@ import pytest
 import small_run
 from ml_collections import ConfigDict
 
+from thundersync_jax import runtime
 from thundersync_jax.config import resolve
 from thundersync_jax.errors import ConfigError
 from thundersync_jax.frozen_policy import FrozenPolicy, find_frozen_policy, load_weights
@@ -21,6 +22,7 @@ from thundersync_jax.model.presets import preset
 from thundersync_jax.model.transformer import init_params
 from thundersync_jax.rollout.chat import word_tokenizer
 from thundersync_jax.runtime import build
+from thundersync_jax.serving.memory import device_bytes
 from thundersync_jax.trajectory_log import step_path
 from thundersync_jax.workdir import WorkDirectory
 
@@ -120,6 +122,21 @@ def test_a_policy_that_cannot_score_is_refused(key: str, other: Path, tmp_path: 
 def test_a_policy_and_what_reads_it_come_together(keys: dict, message: str, tmp_path: Path):
     with pytest.raises(ConfigError, match=message):
         find(configured(**keys), tmp_path)
+
+
+def test_the_memory_plan_has_room_for_the_second_model(monkeypatch: pytest.MonkeyPatch):
+    reserved: list[int] = []
+
+    def note(*_: object, reserved_bytes: int, **__: object) -> None:
+        reserved.append(reserved_bytes)
+
+    monkeypatch.setattr(runtime, "Learner", note)
+    config = resolve(configured(reference_policy="initial", options=KL))
+    mesh = runtime.make_learner_mesh(config, MODEL)
+    for scored_by in (None, MODEL):
+        runtime._make_programs(config, MODEL, scored_by, mesh)
+    parts = device_bytes(MODEL, config.serving, config.model.max_context)
+    assert reserved[1] - reserved[0] == parts["weights"] + parts["slots"] > 0
 
 
 def test_a_run_is_refused_before_anything_of_it_is_made(tmp_path: Path):

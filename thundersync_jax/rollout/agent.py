@@ -57,7 +57,7 @@ class Agent:
       key, task_id, prompt_ids: which trajectory, and the ids it starts from.
       max_context: the most tokens of prompt and trajectory together.
       clock: seconds since the run's clock began, for the turns' time stamps.
-      scoring: hears every turn as soon as it is sampled; distillation.
+      scoring: hears every turn as soon as it is sampled, where a frozen policy scores them.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class Agent:
         return "context" if result.finish_reason is FinishReason.CONTEXT else None
 
     def _append(self, result: SampleResult) -> None:
-        """What this turn read, and what it sampled; the teacher hears of it."""
+        """What this turn read, and what it sampled; the scorer hears of it."""
         turn = TrajectoryBuilder()
         for builder in (self._builder, turn):
             builder.append_observation(self._pending)
