@@ -114,7 +114,9 @@ def test_a_replay_trains_on_the_committed_scores_and_goes_on_with_the_same_refer
 
 
 def test_rewards_and_a_teacher_train_one_policy(regularized: Path, tmp_path: Path):
-    """The teacher is what another run has come to."""
+    """The teacher is what another run has come to; engine and scorer are that run's programs."""
+    cache = "compile_cache"
+    shutil.copytree(regularized / cache, tmp_path / "run" / cache)
     lines = train(
         tmp_path / "run",
         "{'distillation_coefficient': 1.0, 'distillation_ratio_cap': 2.0}",
