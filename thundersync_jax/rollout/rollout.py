@@ -15,13 +15,10 @@ likewise.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from thundersync_jax.config_sampling import SamplingSection
 from thundersync_jax.config_sections import RolloutSection
@@ -30,15 +27,7 @@ from thundersync_jax.rollout.agent import Agent, derive_seed
 from thundersync_jax.rollout.chat import Tokenizer
 from thundersync_jax.rollout.phases import AttemptError, contained, run_phase, to_completion
 from thundersync_jax.rollout.scoring import TurnListener, TurnScoring
-from thundersync_jax.trajectory import (
-    Rollout,
-    ScoredTurn,
-    Task,
-    TrajectoryKey,
-    TrajectoryTokens,
-    Verdict,
-    check_reward,
-)
+from thundersync_jax.trajectory import Rollout, Task, TrajectoryKey, Verdict, check_reward
 from thundersync_jax.transport.client import PolicyClient, ScoreClient, ServingError
 
 if TYPE_CHECKING:
@@ -124,8 +113,7 @@ class RolloutRunner:
         prompt_ids: tuple[int, ...],
         environment: Environment,
     ) -> Rollout:
-        referred: list[TrajectoryTokens] = []
-        async with self._scored(key, prompt_ids, referred) as scoring:
+        async with self._scored(key, prompt_ids) as scoring:
             agent = Agent(
                 client=self._client,
                 environment=environment,
@@ -144,29 +132,17 @@ class RolloutRunner:
                 rollout = await agent.run()
             finally:
                 await to_completion(self._free("release", key, lambda: self._client.release(key)))
-        return with_reference(rollout, referred) if referred else rollout
+        return rollout if scoring is None else scoring.complete(rollout)
 
     @contextlib.asynccontextmanager
     async def _scored(
-        self, key: TrajectoryKey, prompt_ids: tuple[int, ...], referred: list[TrajectoryTokens]
+        self, key: TrajectoryKey, prompt_ids: tuple[int, ...]
     ) -> AsyncIterator[TurnScoring | None]:
-        """The scorer's part of an attempt, if there is one: every turn is scored at the end of it.
-
-        Args:
-          referred: gets every turn with its reference_logprobs, without `on_turn`.
-        """
+        """The scorer's part of an attempt, if there is one: at its end every turn is scored."""
         if self._scorer is None:
             yield None
             return
-
-        def on_scores(tokens: TrajectoryTokens, scores: Sequence[float]) -> None:
-            if self._on_turn is None:
-                referred.append(dataclasses.replace(tokens, reference_logprobs=np.asarray(scores)))
-            else:
-                turn = ScoredTurn(tokens=tokens, teacher_logprobs=np.asarray(scores))
-                self._on_turn(key, turn)
-
-        scoring = TurnScoring(self._scorer, key, prompt_ids, on_scores)
+        scoring = TurnScoring(self._scorer, key, prompt_ids, self._on_turn)
         scoring.start()
         try:
             yield scoring
@@ -188,11 +164,3 @@ class RolloutRunner:
             await run_phase(phase, key, self._limits.reset_timeout_s, work)
         except AttemptError as error:
             _log.error("%s", error)
-
-
-def with_reference(rollout: Rollout, turns: Sequence[TrajectoryTokens]) -> Rollout:
-    """The rollout with the reference_logprobs of its turns, 0 where no policy sampled."""
-    scores = np.concatenate([turn.reference_logprobs for turn in turns])
-    mask = rollout.tokens.action_mask
-    tokens = dataclasses.replace(rollout.tokens, reference_logprobs=np.where(mask, scores, 0))
-    return dataclasses.replace(rollout, tokens=tokens)

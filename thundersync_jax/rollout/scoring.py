@@ -3,7 +3,7 @@
 Invariants:
   * Turns are scored one after the other, each as soon as it is sampled: the scorer works while the
     tool does.
-  * `on_scores` hears every turn once, in order, before `finish` returns.
+  * `on_turn` hears every turn once, in order, before `finish` returns.
   * What breaks on the scorer's side is an AttemptError: at the next turn, or at the latest in
     `finish`. Turns that were heard before stand.
   * The scorer's session is released by `close`, whatever happened.
@@ -14,10 +14,14 @@ Who calls it: `rollout.RolloutRunner` makes one an attempt; `agent.Agent` gives 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
 
 from thundersync_jax.rollout.phases import AttemptError
 from thundersync_jax.trajectory import (
+    Rollout,
     ScoredTurn,
     TrajectoryError,
     TrajectoryKey,
@@ -27,15 +31,14 @@ from thundersync_jax.transport.client import ScoreClient, ServingError
 from thundersync_jax.transport.messages import ScoreRequest
 
 TurnListener = Callable[[TrajectoryKey, ScoredTurn], None]
-ScoreListener = Callable[[TrajectoryTokens, Sequence[float]], None]
 
 
 class TurnScoring:
     """Scores the turns of one attempt.
 
     Args:
-      on_scores: gets a turn's tokens and their log-probabilities; raises TrajectoryError for what
-        no policy can have said.
+      on_turn: hears of each what a teacher said of it. None: the scores are a reference policy's,
+        which `complete` gives to the content.
     """
 
     def __init__(
@@ -43,12 +46,13 @@ class TurnScoring:
         client: ScoreClient,
         key: TrajectoryKey,
         prompt_ids: tuple[int, ...],
-        on_scores: ScoreListener,
+        on_turn: TurnListener | None,
     ) -> None:
         self._client = client
         self._key = key
         self._context_ids = prompt_ids
-        self._on_scores = on_scores
+        self._on_turn = on_turn
+        self._reference: list[TrajectoryTokens] = []
         self._turns: asyncio.Queue[TrajectoryTokens | None] = asyncio.Queue()
         self._task: asyncio.Task[None] | None = None
 
@@ -67,6 +71,18 @@ class TurnScoring:
         self._turns.put_nowait(None)
         await self._task
 
+    def complete(self, rollout: Rollout) -> Rollout:
+        """The content with what the reference said of it, 0 where nothing was sampled; a teacher's
+        is as it was. After `finish`.
+        """
+        if self._on_turn is not None:
+            return rollout
+        tokens = rollout.tokens
+        scores = np.concatenate([turn.reference_logprobs for turn in self._reference])
+        scores = np.where(tokens.action_mask, scores, 0.0)
+        tokens = dataclasses.replace(tokens, reference_logprobs=scores)
+        return dataclasses.replace(rollout, tokens=tokens)
+
     async def close(self) -> None:
         """Ends the scoring in progress, and the scorer's session."""
         if self._task is not None:
@@ -83,6 +99,13 @@ class TurnScoring:
             request = ScoreRequest(session=self._key, context_ids=self._context_ids, first=first)
             try:
                 result = await self._client.score(request)
-                self._on_scores(tokens, result.logprobs)
+                self._hear(tokens, np.asarray(result.logprobs, np.float64))
             except (ServingError, TrajectoryError) as error:
                 raise AttemptError(f"scoring {self._key} failed: {error}") from error
+
+    def _hear(self, tokens: TrajectoryTokens, scores: np.ndarray) -> None:
+        """Raises TrajectoryError for scores that no policy can have given."""
+        if self._on_turn is None:
+            self._reference.append(dataclasses.replace(tokens, reference_logprobs=scores))
+        else:
+            self._on_turn(self._key, ScoredTurn(tokens=tokens, teacher_logprobs=scores))
