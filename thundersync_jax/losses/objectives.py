@@ -277,8 +277,8 @@ def reinforce_pp(*, tis_cap: float = 0.0, **common: Any) -> Objective:
 
 
 def reinforce_pp_baseline(*, tis_cap: float = 0.0, **common: Any) -> Objective:
-    """A = (r - mean of the group) / (std of that over the step + eps) (arXiv 2501.03262, section
-    on the variant for groups). The mean closes a group, the std the step: so it streams as GRPO.
+    """A = (r - mean of the group) / (std of that over the step + eps): REINFORCE++-baseline (arXiv
+    2501.03262). The mean closes a group and the std divides at the update: it streams as GRPO.
     """
     score, weighs = _truncated(tis_cap)
     return Common(**common).make(
