@@ -42,7 +42,7 @@ def get_config(role: str = "student") -> ConfigDict:
         config.model.preset = "tiny"
         config.optimizer.learning_rate = 1e-3
         return config
-    config.run.num_steps = 150
+    config.run.num_steps = 280
     config.model.preset = "micro"
     config.optimizer.learning_rate = 3e-3
     config.optimizer.schedule = "cosine"

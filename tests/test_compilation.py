@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -10,7 +11,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from thundersync_jax.learner.compilation import compile_apart, temporary_cache
+from thundersync_jax.learner.compilation import (
+    compile_apart,
+    enable_persistent_cache,
+    temporary_cache,
+)
 
 HITS, MISSES = "/jax/compilation_cache/cache_hits", "/jax/compilation_cache/cache_misses"
 
@@ -52,6 +57,19 @@ def test_what_a_process_of_its_own_compiled_is_loaded_here(events, tmp_path: Pat
         assert events[MISSES] == before[MISSES]
         compile_apart(warm_up, 4.0, tmp_path)  # filled: a resumed run
         assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_copied_directory_keeps_its_programs(events, tmp_path: Path):
+    """Wherever a work directory lies: nothing of its path is in the programs' keys."""
+    with temporary_cache():  # which comes back at the end
+        enable_persistent_cache(tmp_path / "here")
+        program(6.0)
+        shutil.copytree(tmp_path / "here", tmp_path / "there")
+        enable_persistent_cache(tmp_path / "there")
+        before = dict(events)
+        program(6.0)
+        assert events[HITS] > before[HITS]
+        assert events[MISSES] == before[MISSES]
 
 
 def test_a_cache_that_was_not_filled_to_the_end_is_filled_again(events, tmp_path: Path):

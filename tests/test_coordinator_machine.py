@@ -61,6 +61,7 @@ class Observer:
         }
         self.group_size = event.group_size
         self.refills = event.refills
+        self.limit, self.num_refilled = event.refills, 0
         self.num_groups = event.groups
         self.opened: list[int] = []
         self.dispatched: list[TrajectoryKey] = []
@@ -79,11 +80,20 @@ class Observer:
         rewards = {r for k, r in self.verdicts.items() if k.group == key.group} - {None}
         if not self.missing(key.group) and len(rewards) < 2 and self.refills:
             self.refills -= 1
+            self.num_refilled += 1
             self.keys |= {
                 dataclasses.replace(key, group=self.num_groups, index=index)
                 for index in range(self.group_size)
             }
             self.num_groups += 1
+
+    def is_at_its_limit(self) -> bool:
+        """Every refill was used, and no group has two different rewards."""
+        by_group: dict[int, set[float]] = {}
+        for key, reward in self.verdicts.items():
+            by_group.setdefault(key.group, set()).update({reward} - {None})
+        is_tied = all(len(rewards) < 2 for rewards in by_group.values())
+        return is_tied and 0 < self.limit == self.num_refilled
 
     def missing(self, group: int) -> set[TrajectoryKey]:
         return {key for key in self.keys if key.group == group} - self.verdicts.keys()
@@ -215,7 +225,8 @@ class AnyOrder(RuleBasedStateMachine):
         commands = self.apply(ev.Updated(policy_version=version, is_empty=is_empty))
         self.empty_steps = self.empty_steps + 1 if is_empty else 0
         assert (ev.Publish(policy_version=version) in commands) is not is_empty
-        assert self.observer.is_stopped is (self.empty_steps >= 2)
+        is_over = self.empty_steps >= 2 or (is_empty and self.observer.is_at_its_limit())
+        assert self.observer.is_stopped is is_over
 
     @precondition(lambda self: self.is_in(StepState.PUBLISHING))
     @rule()
@@ -302,26 +313,37 @@ def test_back_pressure_opens_the_next_group_with_the_last_verdict_of_one() -> No
     ]
 
 
+def all_tied(machine: StepMachine, step: int, *, refills: int, num_groups: int) -> str | None:
+    """A step of one group and its refills, every reward 1; why the run ends after it."""
+    commands = machine.apply(opened(step=step, groups=1, refills=refills))
+    for group in range(num_groups):
+        assert ev.OpenGroup(group=group) in commands
+        for index in range(2):
+            key = fakes.key(step=step, group=group, index=index)
+            machine.apply(ev.ContentFinal(key=key))
+            commands = machine.apply(ev.RewardKnown(key=key, reward=1.0))
+    assert not any(isinstance(c, ev.OpenGroup) for c in commands)
+    assert machine.state is StepState.DRAINING
+    machine.apply(ev.LearnerIdle())
+    last = machine.apply(ev.Updated(policy_version=0, is_empty=True))[-1]
+    return last.reason if isinstance(last, ev.StopRun) else None
+
+
 def test_groups_that_tie_are_replaced_up_to_the_limit_and_the_run_ends_with_the_reason() -> None:
-    """One group and two refills, every reward 1: three groups a step, and no gradient."""
-    machine = StepMachine(started(max_empty_steps=2))
-    for step in range(2):
-        commands = machine.apply(opened(step=step, groups=1, refills=2))
-        for group in range(3):
-            assert ev.OpenGroup(group=group) in commands
-            for index in range(2):
-                key = fakes.key(step=step, group=group, index=index)
-                machine.apply(ev.ContentFinal(key=key))
-                commands = machine.apply(ev.RewardKnown(key=key, reward=1.0))
-        assert not any(isinstance(c, ev.OpenGroup) for c in commands)
-        assert machine.state is StepState.DRAINING
-        machine.apply(ev.LearnerIdle())
-        commands = machine.apply(ev.Updated(policy_version=0, is_empty=True))
-    assert isinstance(commands[-1], ev.StopRun)
-    assert commands[-1].reason == (
-        "2 steps in a row, up to step 1, had no gradient, although 2 groups of the last took the "
-        "place of others whose rewards tied, the limit (run.max_refilled_groups) being 2"
+    reason = all_tied(StepMachine(started(max_empty_steps=9)), 0, refills=2, num_groups=3)
+    assert reason == (
+        "step 0 had no gradient: the rewards of each of its 3 groups tie, and 2 of them took the "
+        "place of others, the limit being run.max_refilled_groups = 2; 6 of 6 attempts have a "
+        "reward, 1 in the mean. Take tasks that the policy solves sometimes, raise "
+        "sampling.temperature or run.group_size, or raise the limit"
     )
+
+
+def test_without_refills_groups_that_tie_end_the_run_by_their_steps() -> None:
+    machine = StepMachine(started(max_empty_steps=2))
+    assert all_tied(machine, 0, refills=0, num_groups=1) is None
+    reason = all_tied(machine, 1, refills=0, num_groups=1)
+    assert reason == "2 steps in a row, up to step 1, had no gradient"
 
 
 @pytest.mark.parametrize(

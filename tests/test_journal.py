@@ -78,6 +78,8 @@ def _example(cls: type) -> ev.Event:
         "step": 0,
         "policy_version": 0,
         "groups": 1,
+        "refills": 0,
+        "turn": 0,
         "group_size": 1,
         "is_empty": False,
     }

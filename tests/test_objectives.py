@@ -26,7 +26,12 @@ from thundersync_jax.losses.objective import (
     term_weights,
     token_weights,
 )
-from thundersync_jax.losses.objective_check import ObjectiveError, advantages_of, check_objective
+from thundersync_jax.losses.objective_check import (
+    ObjectiveError,
+    advantages_of,
+    check_objective,
+    scale_of,
+)
 from thundersync_jax.losses.objectives import BUILT_IN, SoftOverlong, make_objective
 
 # One group: two trajectories of 2 and 1 action tokens, each with an observation in between.
@@ -44,7 +49,8 @@ def gradient(objective: Objective, behavior=BEHAVIOR) -> list[list[float]]:
     advantages, _ = advantages_of(objective, REWARDS)
     scale = objective.normalizer.group_scale(3)
     counts = Counts(num_tokens=3, num_trajectories=2, num_groups=1)
-    denominators = [objective.normalizer.denominator(counts)]
+    scale_of_step = scale_of(objective, advantages)
+    denominators = [scale_of_step * objective.normalizer.denominator(counts)]
     denominators += [t[0].normalizer.denominator(counts) for t in objective.term_sums]
     found = []
     for i, mask in enumerate(MASK):
@@ -96,6 +102,8 @@ HAND_COMPUTED = {
     ("cispo", ()): [[A * R1 / 3, A * R2 / 3], [-A / 3]],
     ("cispo", (("clip_high", 0.5),)): [[A * 1.5 / 3, A * R2 / 3], [-A / 3]],
     ("reinforce_pp", ()): [[A / 3, A / 3], [-A / 3]],
+    # A = +-0.5, over their own deviation 0.5.
+    ("reinforce_pp_baseline", ()): [[A / 3, A / 3], [-A / 3]],
     ("tis_reinforce", (("cap", 1.2),)): [[0.5 * 1.2 / 3, 0.5 * R2 / 3], [-0.5 / 3]],
     # No baseline: the second has the reward 0.
     ("tis_reinforce", (("baseline", "none"),)): [[R1 / 3, R2 / 3], [0.0]],
@@ -146,6 +154,15 @@ def test_batch_statistics_of_two_hand_computed_groups():
     assert line is not None and line.slope == pytest.approx(1 / std)
 
 
+def test_the_scale_of_a_step_of_two_hand_computed_groups():
+    """REINFORCE++-baseline: 1, 0 | 3, 7 are 0.5, -0.5 | -2, 2 off their means: std sqrt(2.125)."""
+    objective = make_objective("reinforce_pp_baseline", {})
+    found = [advantages_of(objective, np.array(r))[0] for r in ([1.0, 0.0], [3.0, 7.0])]
+    advantages = np.concatenate(found)
+    np.testing.assert_array_equal(advantages, [0.5, -0.5, -2.0, 2.0])
+    assert scale_of(objective, advantages) == pytest.approx(math.sqrt(2.125) + 1e-6, rel=1e-14)
+
+
 def test_overlong_shaping_of_hand_computed_lengths():
     """limit 10, cache 4: nothing up to 6 tokens, -1/4 a token from there, -1 beyond 10."""
     shape = SoftOverlong(limit=10, cache=4)
@@ -190,6 +207,7 @@ def test_an_unchanged_policy_has_ratio_one(name: str):
     advantages, _ = advantages_of(objective, REWARDS)
     counts = Counts(num_tokens=3, num_trajectories=2, num_groups=1)
     scale = objective.normalizer.group_scale(3) / objective.normalizer.denominator(counts)
+    scale /= scale_of(objective, advantages)
     with jax.enable_x64(True):
         found = gradient(objective, behavior=LOGPROBS)
     for i, got in enumerate(found):
@@ -254,6 +272,11 @@ def test_advantages_that_are_not_affine_cannot_stream(streams: Streams):
         check_objective(declared(advantages=ranks, streams=streams))
 
 
+def test_batch_statistics_need_no_scale_of_the_step():
+    with pytest.raises(ObjectiveError, match="advantage_scale has nothing to add"):
+        check_objective(declared(streams=Streams.BATCH, advantage_scale=np.std))
+
+
 def test_advantages_that_are_not_affine_may_wait_for_their_group():
     score = token_scores.ClippedSurrogate(low=0.2, high=0.2)
     check_objective(declared(advantages=ranks, streams=Streams.GROUP, score=score))
@@ -281,6 +304,15 @@ REFUSED = {
     "advantages that are not finite": (
         {"advantages": lambda r: np.full(r.shape, np.nan)},
         "expected one finite number each",
+    ),
+    "no scale": ({"advantage_scale": lambda a: 0.0}, "advantage_scale of .* is 0.0: expected a fi"),
+    "a score that does not scale": (
+        {
+            "streams": Streams.GROUP,
+            "score": lambda t: jnp.square(t.advantages) * t.logprobs,
+            "advantage_scale": lambda a: 2.0,
+        },
+        "score does not double with its advantages",
     ),
     "another type": ({"streams": "trajectory"}, "streams = 'trajectory', expected one of"),
 }
@@ -311,6 +343,10 @@ def test_token_weights_that_are_negative_or_not_finite_are_refused(weights: floa
         ("math:sqrt", {"x": 1}, "with config.learner.objective_options"),
         ("test_objectives:ranks", {"rewards": np.zeros(2)}, "returns an Objective, it returned nd"),
         ("grpo", {"tis_kap": 1.0}, "tis_kap is not an option of 'grpo'. Did you mean 'tis_cap'"),
+        ("grpo", {"tis_cap": "2"}, "tis_cap = '2': expected a value of type float"),
+        ("grpo", {"tis_cap": True}, "tis_cap = True: expected a value of type float"),
+        ("grpo", {"overlong_tokens": "12"}, "overlong_tokens = '12': expected a value of type int"),
+        ("dapo", {"drop_equal_groups": "yes"}, "groups = 'yes': expected a value of type bool"),
         ("grpo", {"tis_cap": -1.0}, "tis_cap = -1.0: expected a finite number of at least 0"),
         ("grpo", {"tis_cap": math.nan}, "tis_cap = nan"),
         ("grpo", {"normalizer": "mean"}, "normalizer = 'mean': expected one of"),
@@ -331,6 +367,11 @@ def test_configurations_of_no_objective_are_refused(name: str, options: dict, me
     ("name", "options", "message"),
     [
         ("dapo", {"kl_coefficient": 0.1}, "cannot be normalised by 'group_token_mean'"),
+        (
+            "reinforce_pp_baseline",
+            {"kl_coefficient": 0.1, "terms_scope": "group"},
+            "share the score's sum, which is divided by advantage_scale",
+        ),
         ("reinforce_pp", {"normalizer": "group_token_mean"}, "no group to divide by"),
         ("reinforce_pp", {"drop_equal_groups": True}, "no group can be dropped"),
         ("reinforce_pp", {"kl_coefficient": 0.1, "terms_scope": "group"}, "does not wait for"),

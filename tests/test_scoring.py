@@ -1,4 +1,4 @@
-"""The teacher's scores of an attempt: in order, beside the tool, and by name when broken."""
+"""A frozen policy's scores of an attempt: in order, beside the tool, and by name when broken."""
 
 from __future__ import annotations
 
@@ -65,10 +65,15 @@ class FakeScoreClient:
 
 
 class Taught:
-    """One attempt with a teacher, and everything that came out of it."""
+    """One attempt with a teacher or a reference, and everything that came out of it."""
 
     def __init__(
-        self, teacher: FakeScoreClient | None, *, script: str = "say 3 <eos>", **task: Any
+        self,
+        teacher: FakeScoreClient | None,
+        *,
+        script: str = "say 3 <eos>",
+        is_reference: bool = False,
+        **task: Any,
     ) -> None:
         self.teacher = teacher
         self.heard: list[ScoredTurn | Rollout] = []
@@ -84,8 +89,8 @@ class Taught:
             sampling=SamplingSection(),
             run_seed=5,
             max_context=LONG,
-            teacher=teacher,
-            on_turn=self.hear,
+            scorer=teacher,
+            on_turn=None if is_reference else self.hear,
         )
 
     def hear(self, key: TrajectoryKey, turn: ScoredTurn) -> None:
@@ -139,6 +144,41 @@ def test_the_teacher_works_while_the_tool_does():
 
     assert run(attempt()).reward == 9.0
     assert len(taught.heard) == 4
+
+
+def test_a_references_scores_are_the_contents_own():
+    """Turn by turn beside the tool, as a teacher's; 0 where no policy sampled."""
+    taught = Taught(FakeScoreClient(), is_reference=True)
+    assert run(taught.attempt()).reward == 9.0
+    (rollout,) = taught.heard
+    assert isinstance(rollout, Rollout) and len(taught.teacher.requests) == 3
+    tokens = rollout.tokens
+    want = np.where(tokens.action_mask, -np.arange(2.0, 2 + tokens.num_tokens), 0)
+    np.testing.assert_array_equal(tokens.reference_logprobs, want)
+    assert taught.teacher.released == [taught.key]
+
+
+@pytest.mark.parametrize(
+    ("reference", "message"),
+    [
+        ({"error": "no row", "fails_at": 1}, "scoring step 1 .* index 3 failed: no row"),
+        ({"change": lambda s: s[1:]}, r"failed: token arrays must be \[T\] of one length"),
+        ({"change": lambda s: [*s, -1.0]}, r"failed: token arrays must be \[T\] of one length"),
+        (
+            {"change": lambda s: [float("nan")] * len(s)},
+            "failed: reference_logprobs of action tokens must be finite and at most 0",
+        ),
+        (
+            {"change": lambda s: [0.5] * len(s)},
+            "failed: reference_logprobs of action tokens must be finite and at most 0",
+        ),
+    ],
+)
+def test_what_a_reference_breaks_fails_the_attempt_before_its_content(reference, message):
+    taught = Taught(FakeScoreClient(**reference), is_reference=True)
+    verdict = run(taught.attempt())
+    assert re.search(message, str(verdict.failure))
+    assert taught.heard == [] and taught.teacher.released == [taught.key]
 
 
 @pytest.mark.parametrize(

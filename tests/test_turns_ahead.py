@@ -137,14 +137,16 @@ def test_groups_that_share_their_prompt_mix_with_turns():
     ]
     want = lc.reference(MODEL, learner.state.params, cases, section(learner))
     paths: set[str] = set()
+    num_by_turns = 0
     for order in range(6):
         lc.run_turn_events(learner, cases, np.random.default_rng(order))
         assert lc.rel_l2(learner.gradient(), want) <= 1e-5
         report = report_of(learner)
-        assert report.num_by_turns > 0
+        num_by_turns += report.num_by_turns
         paths |= {name for name, count in report.paths.items() if count}
         learner.abandon()
     assert paths == {"direct", "stream", "ahead"}
+    assert num_by_turns > 0
 
 
 def grow(learner: Learner, tokens: TrajectoryTokens, *, num_turns: int | None = None) -> int:
@@ -239,6 +241,21 @@ def test_a_failed_attempt_is_dropped_and_touches_no_sum(learner, when):
         assert not np.any(leaf)
     report = learner.update()
     assert (report.is_empty, report.num_failed, report.num_by_turns) == (True, 6, 0)
+
+
+def test_a_turn_that_was_postponed_when_its_attempt_failed_is_dropped_too(learner):
+    """It runs in its own cache and buffer, before anybody else can take them."""
+    tokens = lc.random_tokens(np.random.default_rng(5), 4)
+    group = grow(learner, tokens, num_turns=2)
+    learner.add_turn(group, 0, lc.turns_of(tokens)[2])
+    assert learner.work(max_call_s=0.0) == 0 and learner.has_postponed
+    learner.set_failed(group, 0, "the sandbox died")
+    learner.set_failed(group, 1, "the sandbox died")
+    case = lc.random_batch(1, num_groups=1)[0]
+    want = lc.reference(MODEL, learner.state.params, [case], section(learner))
+    lc.run_turn_events(learner, [case], np.random.default_rng(0))
+    assert lc.rel_l2(learner.gradient(), want) <= 1e-5
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(learner._buffers._held))
 
 
 def test_a_group_without_an_advantage_is_dropped_before_its_replays(learner, monkeypatch):

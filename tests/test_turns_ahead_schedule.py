@@ -21,6 +21,7 @@ from thundersync_jax.learner.turn_schedule import (
     TurnSchedule,
 )
 from thundersync_jax.learner.turns import Segment, SegmentStage, TurnSequence
+from thundersync_jax.learner.turns_ahead import TurnsAhead
 from thundersync_jax.losses.objectives import grpo, reinforce_pp
 from thundersync_jax.trajectory import ScoredTurn, TrajectoryBuilder
 
@@ -172,3 +173,29 @@ def test_every_order_of_turns_contents_and_verdicts_ends(data: st.DataObject):
         one.check_ended(model.ran)
     assert all(free == set(range(num_held)) for free in schedule._free_held)
     assert all(len(free) == (num_caches if num_held else 0) for free in turns._free)
+
+
+def test_the_last_held_buffer_is_left_for_final_content():
+    """A trajectory that grows takes it only where nobody with final content could use it."""
+    for num_held, is_final, is_taken in ((1, True, False), (2, True, True), (1, False, True)):
+        turns = TurnSchedule(
+            num_replicas=1,
+            num_caches=2,
+            buckets=BUCKETS,
+            prefix_buckets=PREFIX_BUCKETS,
+            lanes_per_call=CAPACITY.__getitem__,
+            stream_turns=StreamTurns.IDLE,
+        )
+        free_held = [set(range(num_held))]
+        ahead = TurnsAhead(turns, free_held)
+        members = [Member(index=i) for i in range(2)]
+        group = Group(group_id=0, task_id="a", prompt_ids=np.zeros(3, np.int32), members=members)
+        if is_final:
+            members[0].advance(Stage.CONTENT, "a")
+            members[0].bucket = BUCKETS[0]
+        members[1].turns = TurnSequence("b", group.prompt_ids, ones)
+        members[1].turns.add(turn(2))
+        ahead.grow(group, members[1])
+        assert (ahead.growing_work([group]) is not None) == is_taken
+        assert (members[1].held is not None) == is_taken
+        assert len(free_held[0]) == num_held - is_taken

@@ -18,6 +18,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from thundersync_jax.config_opd import OpdSection
+from thundersync_jax.config_reference import ReferenceSection
 from thundersync_jax.config_sections import (
     CheckpointSection,
     DataSection,
@@ -43,6 +44,7 @@ class RunConfig:
     model: ModelSection = dataclasses.field(default_factory=ModelSection)
     learner: LearnerSection = dataclasses.field(default_factory=LearnerSection)
     opd: OpdSection = dataclasses.field(default_factory=OpdSection)
+    reference: ReferenceSection = dataclasses.field(default_factory=ReferenceSection)
     optimizer: OptimizerSection = dataclasses.field(default_factory=OptimizerSection)
     sampling: SamplingSection = dataclasses.field(default_factory=SamplingSection)
     serving: ServingSection = dataclasses.field(default_factory=ServingSection)

@@ -33,7 +33,8 @@ class RunSection:
       num_steps: train steps in all, counting those before a resume.
       groups_per_step, group_size: tasks a step and trajectories a task.
       max_refilled_groups: so many groups a step may open besides, each in place of one whose
-        rewards tied (dynamic sampling); an objective with drop_equal_groups leaves those out.
+        rewards tied (dynamic sampling); an objective with drop_equal_groups leaves those out. A
+        step without a gradient that used them all, and whose groups all tie, ends the run.
       step_timeout_s: a step that is not terminal by then fails its missing trajectories by name.
       watchdog_s: after so long without an event, what the step waits for is logged.
       max_empty_steps: this many steps in a row without a gradient stop the run with the reason.
@@ -139,8 +140,7 @@ class LearnerSection:
       objective_options: its keyword arguments.
       reduction: "ordered" sums in float32; with "exact" the bits of the updated weights do not
         depend on the order in which trajectories arrive, for twice the memory of every sum.
-      stream_turns: "idle" runs finished turns of growing trajectories when nothing else is ready,
-        into held gradients; "never" waits for contents.
+      stream_turns: "idle" runs turns of growing trajectories when nothing else is due; or "never".
       num_turn_caches: trajectories of every replica whose turns may run so at one time.
       max_logprob_gap: a larger |learner - sampler| log-probability stops the run, unless the
         objective weighs the one against the other.

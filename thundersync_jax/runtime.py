@@ -23,6 +23,7 @@ from thundersync_jax.envs.base import EnvironmentSuite
 from thundersync_jax.envs.data import load_tasks
 from thundersync_jax.errors import ConfigError, check
 from thundersync_jax.factory import call_factory, import_factory
+from thundersync_jax.frozen_policy import FrozenPolicy, find_frozen_policy
 from thundersync_jax.learner.compilation import compile_apart
 from thundersync_jax.learner.distiller import Distiller
 from thundersync_jax.learner.learner import Learner
@@ -40,7 +41,6 @@ from thundersync_jax.serving.memory import device_bytes
 from thundersync_jax.serving.scorer import Scorer
 from thundersync_jax.serving.worker import ServingWorker
 from thundersync_jax.sharding import MeshShape, make_mesh
-from thundersync_jax.teacher import Teacher, find_teacher
 from thundersync_jax.trajectory import Task
 from thundersync_jax.workdir import WorkDirectory
 
@@ -60,7 +60,7 @@ class Runtime:
     eval_tasks: Sequence[Task]
     learner: Learner | Distiller
     worker: ServingWorker
-    teacher: Teacher | None
+    frozen: FrozenPolicy | None
     scorer: Scorer | None
     sandboxes: SandboxPool
     began_s: float  # on time.monotonic's clock
@@ -69,12 +69,19 @@ class Runtime:
         return self.tokenizer.encode(self.suite.prompt(task))
 
     def runner(
-        self, sampling: SamplingSection, *, purpose: int, on_turn: TurnListener | None = None
+        self,
+        sampling: SamplingSection,
+        *,
+        purpose: int,
+        is_scored: bool = False,
+        on_turn: TurnListener | None = None,
     ) -> RolloutRunner:
         """Runs attempts; runners of different `purpose` draw independently.
 
         Args:
-          on_turn: hears every turn, when the teacher has scored it if there is one; None asks none.
+          is_scored: the run's frozen policy, if it has one, scores every turn.
+          on_turn: hears every turn, once a teacher has scored it where there is one; the scores of
+            a frozen policy without it are the reference's.
         """
         return RolloutRunner(
             client=self.worker,
@@ -85,7 +92,7 @@ class Runtime:
             sampling=sampling,
             run_seed=derive_seed(self.config.run.seed, purpose),
             max_context=self.config.model.max_context,
-            teacher=None if on_turn is None else self.scorer,
+            scorer=self.scorer if is_scored else None,
             on_turn=on_turn,
         )
 
@@ -96,17 +103,12 @@ async def build(
     """Makes every part; raises ConfigError and the parts' own errors for what cannot work."""
     began_s = time.monotonic()
     objective = make_objective(config.learner.objective, config.learner.objective_options)
-    check(
-        not objective.needs_reference,
-        "learner.objective",
-        objective.name,
-        "one without a KL to a reference policy: this run has none that would score its rollouts",
-        "Set learner.objective_options.kl_coefficient = 0.",
-    )
     suite = load_suite(config.env)
     tokenizer = word_tokenizer(suite.vocabulary)
     model = make_model(config, tokenizer)
-    teacher = find_teacher(config, tokenizer)
+    frozen = find_frozen_policy(
+        config, objective=objective, model=model, tokenizer=tokenizer, workdir=workdir
+    )
     mesh = make_learner_mesh(config, model)
     train_tasks = _tasks(config, suite, workdir, config.data.train_split)
     eval_tasks = (
@@ -120,9 +122,9 @@ async def build(
     lacks = f", which does not enforce {', '.join(sandbox_report.unenforced)}"
     announce(f"tools run in {sandbox_report.backend}{lacks if sandbox_report.unenforced else ''}")
     announce("compiling; the work directory keeps the programs")
-    taught_by = None if teacher is None else teacher.model
-    await asyncio.to_thread(compile_apart, warm_up, config, model, taught_by)
-    engine, learner, scorer = _make_programs(config, model, taught_by, mesh)
+    scored_by = None if frozen is None else frozen.model
+    await asyncio.to_thread(compile_apart, warm_up, config, model, scored_by)
+    engine, learner, scorer = _make_programs(config, model, scored_by, mesh)
     return Runtime(
         config=config,
         workdir=workdir,
@@ -133,17 +135,19 @@ async def build(
         eval_tasks=eval_tasks,
         learner=learner,
         worker=ServingWorker(engine, tokenizer.decode),
-        teacher=teacher,
+        frozen=frozen,
         scorer=scorer,
         sandboxes=sandboxes,
         began_s=began_s,
     )
 
 
-def warm_up(config: RunConfig, model: TransformerConfig, teacher: TransformerConfig | None) -> None:
+def warm_up(
+    config: RunConfig, model: TransformerConfig, scored_by: TransformerConfig | None
+) -> None:
     """Compiles the programs of a run, and nothing else of it."""
     mesh = make_learner_mesh(config, model)
-    engine, learner, scorer = _make_programs(config, model, teacher, mesh)
+    engine, learner, scorer = _make_programs(config, model, scored_by, mesh)
     learner.warm_up()
     engine.warm_up()
     if scorer is not None:
@@ -185,22 +189,24 @@ def make_learner_mesh(config: RunConfig, model: TransformerConfig) -> Mesh:
 
 
 def _make_programs(
-    config: RunConfig, model: TransformerConfig, teacher: TransformerConfig | None, mesh: Mesh
+    config: RunConfig, model: TransformerConfig, scored_by: TransformerConfig | None, mesh: Mesh
 ) -> tuple[PolicyEngine, Learner | Distiller, Scorer | None]:
     serving, max_context = config.serving, config.model.max_context
     engine = PolicyEngine(model, serving, max_context)
     reserved = [device_bytes(model, serving, max_context)]
     scorer: Scorer | None = None
     make: Callable[..., Learner | Distiller] = functools.partial(Learner, config.learner)
-    if teacher is not None:
+    is_taught = bool(config.opd.teacher)
+    if scored_by is not None:
         scorer = Scorer(
-            teacher,
+            scored_by,
             serving,
             max_context,
-            temperature=config.opd.temperature,
+            temperature=config.opd.temperature if is_taught else config.sampling.temperature,
             logprob_chunk=config.model.logprob_chunk,
         )
-        reserved.append(device_bytes(teacher, serving, max_context) | {"parked rows": 0})
+        reserved.append(device_bytes(scored_by, serving, max_context) | {"parked rows": 0})
+    if is_taught:
         make = functools.partial(Distiller, config.learner, config.opd)
     learner = make(
         config.optimizer,

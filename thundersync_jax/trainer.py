@@ -21,13 +21,13 @@ from thundersync_jax.coordinator.decode_priority import DecodePriority
 from thundersync_jax.coordinator.journal import Journal
 from thundersync_jax.coordinator.step_run import StepResult
 from thundersync_jax.envs.data import TaskCursor
+from thundersync_jax.frozen_policy import load_weights
 from thundersync_jax.learner.checkpoint import Checkpointer, RunPosition
 from thundersync_jax.learner.compilation import CompileCounter
 from thundersync_jax.metrics import JsonlWriter, read_jsonl
 from thundersync_jax.replay import replay_step
 from thundersync_jax.runtime import Runtime
 from thundersync_jax.step_metrics import replayed_line, step_line
-from thundersync_jax.teacher import load_weights
 from thundersync_jax.trajectory import ScoredTurn, TrajectoryKey, TrajectoryRecord, Verdict
 from thundersync_jax.trajectory_log import read_step, step_path, write_step
 from thundersync_jax.transport.messages import WorkItem
@@ -104,8 +104,8 @@ class Trainer:
             await asyncio.to_thread(runtime.worker.start)
             stack.callback(runtime.worker.close)
             self._publish_now()
-            if runtime.scorer is not None and runtime.teacher is not None:
-                weights = await asyncio.to_thread(load_weights, runtime.teacher)
+            if runtime.scorer is not None and runtime.frozen is not None:
+                weights = await asyncio.to_thread(load_weights, runtime.frozen)
                 await asyncio.to_thread(runtime.scorer.start)
                 stack.callback(runtime.scorer.close)
                 await asyncio.to_thread(runtime.scorer.publish, weights, 0)
@@ -131,10 +131,11 @@ class Trainer:
     def _make_coordinator(self, journal: Journal) -> Coordinator:
         learner = self._runtime.learner
         streams_turns = self._config.learner.stream_turns != "never"
-        hears_turns = self._runtime.scorer is not None or streams_turns
+        hears_turns = bool(self._config.opd.teacher) or streams_turns
         runner = self._runtime.runner(
             self._config.sampling,
             purpose=TRAINING,
+            is_scored=True,
             on_turn=self._hear_turn if hears_turns else None,
         )
         return Coordinator(

@@ -48,6 +48,15 @@ OBJECTIVES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "grpo",
         {"kl_coefficient": 0.1, "kl_estimator": "k2", "terms_scope": "group"},
     ),
+    "grpo_distillation": (
+        "grpo",
+        {
+            "normalizer": "trajectory_mean",
+            "distillation_coefficient": 0.5,
+            "distillation_ratio_cap": 1.2,
+            "terms_normalizer": "token_mean",
+        },
+    ),
     "dr_grpo": ("dr_grpo", {"normalizer_tokens": 32}),
     "rloo": ("rloo", {}),
     "dapo": (
@@ -65,6 +74,10 @@ OBJECTIVES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "reinforce_pp": (
         "reinforce_pp",
         {"kl_coefficient": 0.2, "terms_normalizer": "trajectory_mean"},
+    ),
+    "reinforce_pp_baseline": (
+        "reinforce_pp_baseline",
+        {"kl_coefficient": 0.2, "kl_estimator": "k2"},
     ),
     "tis_reinforce": ("tis_reinforce", {"cap": 1.1}),
     "ppo": ("ppo", {}),

@@ -8,7 +8,8 @@ Invariants:
   * Stream mode releases the learner when the step opens, barrier mode after the last verdict;
     nothing else differs.
   * The optimizer runs once a step, after the last verdict and the last program. An empty step
-    publishes nothing and keeps its version; `max_empty_steps` of them in a row stop the run.
+    publishes nothing and keeps its version; `max_empty_steps` of them in a row stop the run, and at
+    once one that used all its refills and whose groups all tie.
   * No verdict waits for the learner, so every step ends.
 
 Every change of state goes through `TRANSITIONS`; what it does not list raises StateError. The
@@ -113,7 +114,7 @@ class StepMachine:
         self._missing: dict[int, int] = {}
         self._rewards: dict[int, list[float]] = {}
         self._group_size = 0
-        self._refills = self._refills_left = 0
+        self._refills = self._refills_left = self._num_refilled = 0
         self._queue: collections.deque[int] = collections.deque()
 
     @property
@@ -173,6 +174,7 @@ class StepMachine:
         self._step = event.step
         self._group_size = event.group_size
         self._refills = self._refills_left = event.refills
+        self._num_refilled = 0
         self._members, self._trajectories, self._groups = {}, {}, {}
         self._missing, self._rewards = {}, {}
         self._queue.clear()
@@ -218,6 +220,7 @@ class StepMachine:
         self._groups[group] = _next(f"group {group}", self._groups[group], Trigger.LAST_VERDICT)
         if self._refills_left and is_tied(self._rewards[group]):
             self._refills_left -= 1
+            self._num_refilled += 1
             self._add_group()
         if any(self._missing.values()):
             return [command, *self._open_groups()]
@@ -250,17 +253,29 @@ class StepMachine:
         if not event.is_empty:
             return [ev.Publish(policy_version=event.policy_version)]
         commands: list[ev.Command] = [ev.CloseStep(step=self._step)]
-        if self._empty_steps >= self._max_empty_steps:
+        reason = self._why_empty()
+        if reason is not None:
             self._move_step(Trigger.STOP)
-            reason = f"{self._empty_steps} steps in a row, up to step {self._step}, had no gradient"
-            if self._refills:
-                num_refilled = self._refills - self._refills_left
-                reason += (
-                    f", although {num_refilled} groups of the last took the place of others whose "
-                    f"rewards tied, the limit (run.max_refilled_groups) being {self._refills}"
-                )
             commands.append(ev.StopRun(reason=reason))
         return commands
+
+    def _why_empty(self) -> str | None:
+        """Why the run stops after a step without a gradient; None to go on."""
+        is_tied_out = all(is_tied(rewards) for rewards in self._rewards.values())
+        if is_tied_out and 0 < self._refills == self._num_refilled:
+            rewards = [r for group in self._rewards.values() for r in group]
+            mean = f", {sum(rewards) / len(rewards):.3g} in the mean" if rewards else ""
+            return (
+                f"step {self._step} had no gradient: the rewards of each of its "
+                f"{len(self._groups)} groups tie, and {self._num_refilled} of them took the place "
+                f"of others, the limit being run.max_refilled_groups = {self._refills}; "
+                f"{len(rewards)} of {len(self._trajectories)} attempts have a reward{mean}. Take "
+                "tasks that the policy solves sometimes, raise sampling.temperature or "
+                "run.group_size, or raise the limit"
+            )
+        if self._empty_steps >= self._max_empty_steps:
+            return f"{self._empty_steps} steps in a row, up to step {self._step}, had no gradient"
+        return None
 
     def _abandon(self, reason: str) -> list[ev.Command]:
         self._move_step(Trigger.STOP)

@@ -141,8 +141,8 @@ def make_example(
     """
     if objective.needs_reference and tokens.reference_logprobs is None:
         raise ValueError(
-            f"objective {objective.name!r} has a KL to a reference policy, and the trajectory no "
-            "reference_logprobs: give them with its tokens, or set kl_coefficient = 0"
+            f"objective {objective.name!r} reads a reference policy, and the trajectory has no "
+            "reference_logprobs: give them with its tokens"
         )
     num_prompt = prompt_ids.shape[0]
     actions = np.flatnonzero(tokens.action_mask)

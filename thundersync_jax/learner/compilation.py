@@ -40,6 +40,8 @@ def enable_persistent_cache(directory: Path | None) -> None:
     jax.config.update("jax_compilation_cache_dir", None if directory is None else str(directory))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    # XLA's own caches enter a program's key with their path: a copy would compile everything again.
+    jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
 
 
 @contextlib.contextmanager

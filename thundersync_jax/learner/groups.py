@@ -28,7 +28,7 @@ from thundersync_jax.learner.buckets import Example
 from thundersync_jax.learner.turns import TurnSequence
 from thundersync_jax.losses.normalizers import Counts
 from thundersync_jax.losses.objective import Objective
-from thundersync_jax.losses.objective_check import advantages_of
+from thundersync_jax.losses.objective_check import advantages_of, scale_of
 
 
 class LearnerError(ValueError):
@@ -302,12 +302,16 @@ class Group:
 
 def denominators(objective: Objective, groups: Sequence[Group]) -> list[float]:
     """What each sum of the step is divided by: that of the scores counts the trajectories that have
-    a reward, in groups that the objective keeps; those of terms count final contents.
+    a reward, in groups that the objective keeps, and has the scale of their advantages; those of
+    terms count final contents.
     """
     kept = [group for group in groups if group.is_kept]
     rewarded = _counts(kept, lambda member: member.reward is not None)
     final = _counts(groups, lambda member: member.example is not None)
     found = [objective.normalizer.denominator(rewarded)]
+    if objective.advantage_scale is not None:
+        advantages = [a for group in kept for a in group.cohort.closing.advantages.values()]
+        found[0] *= scale_of(objective, np.asarray(advantages, np.float64))
     return found + [terms[0].normalizer.denominator(final) for terms in objective.term_sums]
 
 

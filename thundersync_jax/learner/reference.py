@@ -21,6 +21,7 @@ from thundersync_jax.learner.buckets import Example, LaneItem, Lanes, make_examp
 from thundersync_jax.learner.score import ScoreSettings, score
 from thundersync_jax.losses.normalizers import Counts
 from thundersync_jax.losses.objective import Objective, Streams
+from thundersync_jax.losses.objective_check import scale_of
 from thundersync_jax.trajectory import TrajectoryTokens
 
 Params = Any
@@ -65,7 +66,14 @@ def objective_gradient(
                 weight = scale if is_counted else 0.0
                 rows.append(_Row(example=example, advantage=advantage, weight=weight))
     rewarded, final = _counts(kept, is_rewarded=True), _counts(groups, is_rewarded=False)
-    denominators = [objective.normalizer.denominator(rewarded)]
+    weighted = [
+        value
+        for group in kept
+        for attempt, value in zip(group, advantages[id(group)], strict=True)
+        if attempt.reward is not None
+    ]
+    scale = scale_of(objective, np.asarray(weighted, np.float64))
+    denominators = [scale * objective.normalizer.denominator(rewarded)]
     denominators += [terms[0].normalizer.denominator(final) for terms in objective.term_sums]
     return _gradient(settings, params, rows, denominators, row_multiple=16)
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from thundersync_jax.errors import UserError
+from thundersync_jax.learner.buckets import Example
 from thundersync_jax.learner.groups import FINAL_PATHS, Group, Member, Path, Stage
 from thundersync_jax.learner.replay_count import ReplayCount
 from thundersync_jax.learner.turn_schedule import SegmentKind, SegmentLane
@@ -161,8 +162,20 @@ class StepStatistics:
             num_by_turns=sum(m.is_by_turns and m.reward is not None for m in members),
             replayed_tokens=self._replayed.num_tokens,
             replayed_flops=self._replayed.num_flops,
+            reference_kl_k3_mean=_reference_kl_k3([m.example for m in members if m.example]),
             num_promotions=num_promotions,
         )
+
+
+def _reference_kl_k3(examples: Sequence[Example]) -> float:
+    """Of the sampler b against the reference q, over action tokens in float64; NaN without any."""
+    gains = [
+        (e.reference_logprobs.astype(np.float64) - e.behavior_logprobs)[e.action_mask]
+        for e in examples
+        if e.reference_logprobs is not None
+    ]
+    gain = np.concatenate([np.zeros(0), *gains])  # log q - log b
+    return float(np.mean(np.expm1(gain) - gain)) if gain.size else math.nan
 
 
 def _name(lane: LaneWork) -> str:

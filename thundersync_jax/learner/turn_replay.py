@@ -257,11 +257,11 @@ def _prefix(kv: KeysValues, prefix_bucket: int, lane: Lanes) -> KeysValues | Non
     return jax.tree.map(read, kv)
 
 
-def _places(lane: Lanes, all_caches: jax.Array) -> tuple[jax.Array, slice, jax.Array]:
-    """Index of the segment's positions in [C, L, M, ...]: outside for padding and unused lanes."""
-    num_caches, _, length = all_caches.shape[:3]
-    slot = jnp.where(_is_used(lane), lane.slot, num_caches)
-    return slot, slice(None), jnp.where(lane.segment_ids > 0, lane.positions, length)
+def _owned(lane: Lanes, length: int) -> jax.Array:
+    """[1, M, 1, 1]: which of a cache's positions are the segment's; none of an unused lane."""
+    at = jnp.arange(length) - lane.prefix_length
+    count = jnp.sum(lane.segment_ids > 0)
+    return ((at >= 0) & (at < count))[None, :, None, None]
 
 
 def _store(
@@ -270,12 +270,17 @@ def _store(
     """Writes a segment's keys and values; a first segment begins with an empty ledger."""
 
     def write(all_caches: jax.Array, part: jax.Array) -> jax.Array:
-        rows = jnp.moveaxis(part, 1, 0)  # [T, L, K, H]
-        return all_caches.at[_places(lane, all_caches)].set(rows, mode="drop")
+        # By slices, never by indices: XLA cannot partition a scatter here.
+        old = all_caches[lane.slot]
+        length = old.shape[1]
+        room = jnp.zeros((old.shape[0], length + part.shape[1], *old.shape[2:]), old.dtype)
+        placed = jax.lax.dynamic_update_slice_in_dim(room, part, lane.prefix_length, axis=1)
+        own = jnp.where(_owned(lane, length), placed[:, :length], old)
+        return all_caches.at[lane.slot].set(own)
 
     def zero(all_caches: jax.Array) -> jax.Array:
-        slot, _, _ = _places(lane, all_caches)
-        return all_caches.at[slot].set(0, mode="drop")
+        old = all_caches[lane.slot]
+        return all_caches.at[lane.slot].set(jnp.where(_is_used(lane), 0, old))
 
     ledger = caches.ledger if prefix_bucket else jax.tree.map(zero, caches.ledger)
     return caches.replace(kv=jax.tree.map(write, caches.kv, new), ledger=ledger)
@@ -305,8 +310,13 @@ def _adjoint(
         return jax.tree.map(jnp.zeros_like, kv)
 
     def read(all_caches: jax.Array, like: jax.Array) -> jax.Array:
-        rows = all_caches.at[_places(lane, all_caches)].get(mode="fill", fill_value=0)
-        return jnp.where(weight != 0, jnp.moveaxis(rows, 0, 1), 0).astype(like.dtype)
+        count = like.shape[1]
+        own = all_caches[lane.slot]
+        own = jnp.where(_owned(lane, own.shape[1]) & (weight != 0), own, 0)
+        own = jnp.pad(own, ((0, 0), (0, count), (0, 0), (0, 0)))
+        return jax.lax.dynamic_slice_in_dim(own, lane.prefix_length, count, axis=1).astype(
+            like.dtype
+        )
 
     return jax.tree.map(read, caches.ledger, kv)
 

@@ -38,6 +38,11 @@ def leave_one_out(rewards: np.ndarray) -> np.ndarray:
     return centered(rewards) * (count / (count - 1)) if count > 1 else np.zeros_like(rewards)
 
 
+def spread(advantages: np.ndarray) -> float:
+    """std + EPS, population: REINFORCE++-baseline divides a step's centered rewards by it."""
+    return float(advantages.std()) + EPS if advantages.size else 1.0
+
+
 def as_graded(rewards: np.ndarray) -> np.ndarray:
     """The reward itself, without a baseline: REINFORCE (Williams 1992)."""
     return rewards

@@ -1,10 +1,10 @@
 """`Objective`: everything that the learner knows about what it maximises, as one declaration.
 
-    J = 1/D sum_i A_i S_i  +  sum_m 1/D_m sum_i coefficient_m K_mi
+    J = 1/(D s) sum_i A_i S_i  +  sum_m 1/D_m sum_i coefficient_m K_mi
     S_i = sum_t w_t score_t      K_mi = sum_t w_mt value_mt      over action tokens t
 
-A_i comes from the rewards, on the host; S_i and K_mi come from the tokens, on the device. What
-streams follows from what each needs:
+A_i and s, a scale of the step that is 1 for most, come from the rewards, on the host; S_i and K_mi
+come from the tokens, on the device. What streams follows from what each needs:
 
     TRAJECTORY   A is affine in the reward given its group's, and the score does not read it: grad S
                  is folded when the reward is known, and two scalars close the group
@@ -123,6 +123,9 @@ class Objective:
       token_weights: action mask [T] -> weights [T] of the score, at least 0, and 0 off the mask.
       shape_reward: (reward as graded, action tokens of the trajectory) -> the reward that counts.
       keeps_group: rewards as graded -> whether the group counts: in the gradient and in D.
+      advantage_scale: A of the step's rewarded trajectories, group after group -> what all of them
+        are divided by, above 0; None: 1. It is needed at the update alone, so that groups stream
+        and close before it is known; the score must be positively homogeneous in A.
       weighs_sampler: the score has the ratio of learner to sampler: they may differ.
     """
 
@@ -135,6 +138,7 @@ class Objective:
     token_weights: Callable[[np.ndarray], np.ndarray] = every_token
     shape_reward: Callable[[float, int], float] = no_shaping
     keeps_group: Callable[[np.ndarray], bool] = every_group
+    advantage_scale: Callable[[np.ndarray], float] | None = None
     weighs_sampler: bool = False
 
     @property

@@ -41,7 +41,8 @@ def check_objective(objective: Objective) -> None:
         for seed in range(4):
             rng = np.random.default_rng((size, seed))
             rewards = rng.normal(1.0, 2.0, size) if seed else rng.integers(0, 2, size) * 1.0
-            advantages_of(objective, rewards)
+            found, _ = advantages_of(objective, rewards)
+            scale_of(objective, found)
     _check_score(objective)
 
 
@@ -118,6 +119,17 @@ def _check_declaration(objective: Objective) -> None:
             f"count with their group, which streams = {objective.streams.value!r} does not wait "
             "for: give them scope CONTENT, or declare Streams.GROUP"
         )
+    is_scaled = objective.advantage_scale is not None
+    if is_scaled and objective.streams is Streams.BATCH:
+        raise ObjectiveError(
+            f"{name}: streams = 'batch' takes advantages of all rewards of the step, so "
+            "advantage_scale has nothing to add: leave it None"
+        )
+    if is_scaled and objective.group_terms:
+        raise ObjectiveError(
+            f"{name}: terms of scope GROUP ({', '.join(t.name for t in objective.group_terms)}) "
+            "share the score's sum, which is divided by advantage_scale: give them scope CONTENT"
+        )
     for terms in objective.term_sums:
         if terms[0].normalizer.kind is Kind.GROUP_TOKEN_MEAN:
             raise ObjectiveError(
@@ -174,6 +186,23 @@ def advantages_of(
     return found, line
 
 
+def scale_of(objective: Objective, advantages: np.ndarray) -> float:
+    """What a step's advantages are divided by. Raises ObjectiveError.
+
+    Args:
+      advantages: float64 [n] of the trajectories with a reward, in groups that the objective keeps.
+    """
+    if objective.advantage_scale is None:
+        return 1.0
+    scale = float(objective.advantage_scale(advantages.copy()))
+    if not 0 < scale < np.inf:
+        raise ObjectiveError(
+            f"objective {objective.name!r}: advantage_scale of {advantages.tolist()} is {scale}: "
+            "expected a finite number above 0"
+        )
+    return scale
+
+
 def _check_score(objective: Objective) -> None:
     """Its shape and gradient on a few tokens; the advantages are withheld where it streams."""
     mask = np.arange(_LENGTH) % 3 != 2
@@ -205,6 +234,13 @@ def _check_score(objective: Objective) -> None:
             raise ObjectiveError(
                 f"objective {objective.name!r}: {part} of {_LENGTH} tokens has shape {shape}, "
                 f"expected one number a token"
+            )
+    if objective.advantage_scale is not None and not objective.is_linear:
+        double = objective.score(tokens.replace(advantages=2 * jnp.ones(_LENGTH)))
+        if not np.allclose(double, 2 * objective.score(tokens)):
+            raise ObjectiveError(
+                f"objective {objective.name!r}: score does not double with its advantages, so "
+                "dividing the sum is not dividing them by advantage_scale: leave it None"
             )
     gradient = jax.jacobian(
         lambda x: lane_sums(objective, tokens.replace(logprobs=x), weights, others)

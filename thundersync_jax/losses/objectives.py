@@ -6,7 +6,11 @@ with `learner.objective_options` and returns an `Objective`. Options that all bu
     normalizer          see `normalizers`; `normalizer_tokens` is L of "constant"
     kl_coefficient      0: no KL to the reference; `kl_estimator` "k1", "k2" or "k3" (default)
     entropy_coefficient 0: none
-    terms_normalizer    of both terms; "" takes that of the objective
+    distillation_coefficient
+                        0: no distillation towards the reference (`opd`), whose weight of learner
+                        against sampler `distillation_ratio_cap` cuts; 0 (default): no weight. A run
+                        has one reference policy, so there is a KL to it or distillation from it
+    terms_normalizer    of all terms; "" takes that of the objective
     terms_scope         "content" (default): every trajectory whose content is final counts, also in
                         groups of equal rewards and with a failed verdict; "group": those with a
                         reward, in groups with an advantage. "group" runs members when their group's
@@ -47,6 +51,7 @@ from thundersync_jax.losses.objective import (
     no_shaping,
 )
 from thundersync_jax.losses.objective_check import check_objective
+from thundersync_jax.losses.opd import distillation_term
 from thundersync_jax.losses.regularizers import ESTIMATORS, entropy_term, kl_term
 
 Score = Callable[[Any], Any]
@@ -62,6 +67,8 @@ class Common:
     kl_coefficient: float = 0.0
     kl_estimator: str = "k3"
     entropy_coefficient: float = 0.0
+    distillation_coefficient: float = 0.0
+    distillation_ratio_cap: float = 0.0
     terms_normalizer: str = ""
     terms_scope: str = "content"
     drop_equal_groups: bool = False
@@ -78,8 +85,16 @@ class Common:
                 check(value >= 1, f"{_KEY}.normalizer_tokens", value, expected)
         check_choice(f"{_KEY}.kl_estimator", self.kl_estimator, tuple(ESTIMATORS))
         check_choice(f"{_KEY}.terms_scope", self.terms_scope, tuple(s.value for s in Scope))
-        for key in ("kl_coefficient", "entropy_coefficient"):
-            _check_least(key, getattr(self, key), 0)
+        for key in ("kl", "entropy", "distillation"):
+            _check_least(f"{key}_coefficient", getattr(self, f"{key}_coefficient"), 0)
+        _check_least("distillation_ratio_cap", self.distillation_ratio_cap, 0)
+        check(
+            not (self.kl_coefficient and self.distillation_coefficient),
+            f"{_KEY}.kl_coefficient",
+            self.kl_coefficient,
+            "0 beside a distillation_coefficient: a run has one reference policy, and both terms "
+            "would pull to the same",
+        )
         is_shaped = self.overlong_tokens > 0 or self.overlong_cache > 0
         check(
             not is_shaped or 0 < self.overlong_cache <= self.overlong_tokens,
@@ -95,6 +110,7 @@ class Common:
         advantages: Callable[[np.ndarray], np.ndarray],
         streams: Streams = Streams.TRAJECTORY,
         *,
+        advantage_scale: Callable[[np.ndarray], float] | None = None,
         weighs_sampler: bool = False,
     ) -> Objective:
         """An objective with these options; terms of scope GROUP make it stream by GROUP."""
@@ -112,6 +128,7 @@ class Common:
             terms=terms,
             shape_reward=self._overlong() if is_shaped else no_shaping,
             keeps_group=has_unequal if self.drop_equal_groups else every_group,
+            advantage_scale=advantage_scale,
             weighs_sampler=weighs_sampler,
         )
 
@@ -127,6 +144,14 @@ class Common:
             found.append(kl)
         if self.entropy_coefficient:
             found.append(entropy_term(self.entropy_coefficient, normalizer=normalizer, scope=scope))
+        if self.distillation_coefficient:
+            term = distillation_term(
+                self.distillation_coefficient,
+                ratio_cap=self.distillation_ratio_cap,
+                normalizer=normalizer,
+                scope=scope,
+            )
+            found.append(term)
         return tuple(found)
 
     def _overlong(self) -> SoftOverlong:
@@ -251,9 +276,34 @@ def reinforce_pp(*, tis_cap: float = 0.0, **common: Any) -> Objective:
     )
 
 
+def reinforce_pp_baseline(*, tis_cap: float = 0.0, **common: Any) -> Objective:
+    """A = (r - mean of the group) / (std of that over the step + eps): REINFORCE++-baseline (arXiv
+    2501.03262). The mean closes a group and the std divides at the update: it streams as GRPO.
+    """
+    score, weighs = _truncated(tis_cap)
+    return Common(**common).make(
+        "reinforce_pp_baseline",
+        score,
+        adv.centered,
+        advantage_scale=adv.spread,
+        weighs_sampler=weighs,
+    )
+
+
 BUILT_IN: Mapping[str, Callable[..., Objective]] = {
     made.__name__: made
-    for made in (grpo, dr_grpo, rloo, dapo, gspo, cispo, reinforce_pp, tis_reinforce, ppo)
+    for made in (
+        grpo,
+        dr_grpo,
+        rloo,
+        dapo,
+        gspo,
+        cispo,
+        reinforce_pp,
+        reinforce_pp_baseline,
+        tis_reinforce,
+        ppo,
+    )
 }
 
 
@@ -269,7 +319,7 @@ def make_objective(name: str, options: Mapping[str, Any]) -> Objective:
                 f"config.learner.objective = {name!r} is not built in. Did you mean {near!r}? "
                 f"There are {', '.join(BUILT_IN)}; one of your own is 'package.module:function'"
             )
-        _check_names(name, options)
+        _check_options(name, options)
         objective = BUILT_IN[name](**options)
     check(
         isinstance(objective, Objective),
@@ -281,15 +331,20 @@ def make_objective(name: str, options: Mapping[str, Any]) -> Objective:
     return objective
 
 
-def _check_names(name: str, options: Mapping[str, Any]) -> None:
+def _check_options(name: str, options: Mapping[str, Any]) -> None:
+    """Raises ConfigError for one that there is not, or of another type than its default."""
     own = inspect.signature(BUILT_IN[name]).parameters
-    known = [k for k in own if k != "common"] + [f.name for f in dataclasses.fields(Common)]
-    for key in options:
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
+    defaults = {field.name: field.default for field in dataclasses.fields(Common)}
+    defaults |= {key: own[key].default for key in own if key != "common"}
+    for key, value in options.items():
+        if key not in defaults:
+            near = difflib.get_close_matches(key, defaults, n=1, cutoff=0.0)[0]
             raise ConfigError(
                 f"config.{_KEY}.{key} is not an option of {name!r}. Did you mean {near!r}?"
             )
+        kind = type(defaults[key])
+        is_typed = type(value) is kind or (kind is float and type(value) is int)
+        check(is_typed, f"{_KEY}.{key}", value, f"a value of type {kind.__name__}")
 
 
 def _truncated(cap: float) -> tuple[Score, bool]:

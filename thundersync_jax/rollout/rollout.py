@@ -44,8 +44,9 @@ class RolloutRunner:
       run_seed: with the key it determines every draw and the environment's seed.
       max_context: the most tokens of prompt and trajectory together.
       clock: seconds on the run's clock.
-      teacher: distillation: who scores the turns.
-      on_turn: hears of every turn, with its scores where there is a teacher; needed with one.
+      scorer: a frozen policy, which scores every turn while its tool runs.
+      on_turn: hears of each turn: with a scorer, which is a teacher, once it is scored. A scorer
+        without it is the reference: its scores are the trajectory's reference_logprobs.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class RolloutRunner:
         run_seed: int,
         max_context: int,
         clock: Callable[[], float] = time.monotonic,
-        teacher: ScoreClient | None = None,
+        scorer: ScoreClient | None = None,
         on_turn: TurnListener | None = None,
     ) -> None:
         self._client = client
@@ -72,7 +73,7 @@ class RolloutRunner:
         self._run_seed = run_seed
         self._max_context = max_context
         self._clock = clock
-        self._teacher = teacher
+        self._scorer = scorer
         self._on_turn = on_turn
 
     async def run(
@@ -128,22 +129,20 @@ class RolloutRunner:
                 turn_sink=turn_sink,
             )
             try:
-                return await agent.run()
+                rollout = await agent.run()
             finally:
                 await to_completion(self._free("release", key, lambda: self._client.release(key)))
+        return rollout if turn_sink is None else turn_sink.complete(rollout)
 
     @contextlib.asynccontextmanager
     async def _turn_sink(
         self, key: TrajectoryKey, prompt_ids: tuple[int, ...]
     ) -> AsyncIterator[TurnSink | None]:
-        """Who takes the attempt's turns. With a teacher every one is scored at the end of it."""
-        if self._on_turn is None:
-            yield None
+        """Who takes the attempt's turns. With a scorer, at its end every turn is scored."""
+        if self._scorer is None:
+            yield None if self._on_turn is None else UnscoredTurns(key, self._on_turn)
             return
-        if self._teacher is None:
-            yield UnscoredTurns(key, self._on_turn)
-            return
-        scoring = TurnScoring(self._teacher, key, prompt_ids, self._on_turn)
+        scoring = TurnScoring(self._scorer, key, prompt_ids, self._on_turn)
         scoring.start()
         try:
             yield scoring

@@ -1,12 +1,13 @@
-"""Who hears of an attempt's turns while the attempt goes on, with a teacher's scores or without.
+"""Who hears of an attempt's turns while the attempt goes on: a frozen policy that scores them, or a
+listener alone.
 
 Invariants:
-  * Turns are scored one after the other, each as soon as it is sampled: the teacher works while the
+  * Turns are scored one after the other, each as soon as it is sampled: the scorer works while the
     tool does.
   * `on_turn` hears every turn once, in order, before `finish` returns.
-  * What breaks on the teacher's side is an AttemptError: at the next turn, or at the latest in
+  * What breaks on the scorer's side is an AttemptError: at the next turn, or at the latest in
     `finish`. Turns that were heard before stand.
-  * The teacher's session is released by `close`, whatever happened.
+  * The scorer's session is released by `close`, whatever happened.
 
 `UnscoredTurns` hands every turn on as it is sampled.
 
@@ -16,6 +17,7 @@ Who calls it: `rollout.RolloutRunner` makes one an attempt; `agent.Agent` gives 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Callable
 from typing import Protocol
 
@@ -23,6 +25,7 @@ import numpy as np
 
 from thundersync_jax.rollout.phases import AttemptError
 from thundersync_jax.trajectory import (
+    Rollout,
     ScoredTurn,
     TrajectoryError,
     TrajectoryKey,
@@ -40,6 +43,9 @@ class TurnSink(Protocol):
     def submit(self, tokens: TrajectoryTokens) -> None:
         """A turn has been sampled."""
 
+    def complete(self, rollout: Rollout) -> Rollout:
+        """The content with what was said of its turns, once all are finished."""
+
 
 class UnscoredTurns:
     """Hands every turn on at once."""
@@ -51,21 +57,30 @@ class UnscoredTurns:
     def submit(self, tokens: TrajectoryTokens) -> None:
         self._on_turn(self._key, ScoredTurn(tokens=tokens, teacher_logprobs=None))
 
+    def complete(self, rollout: Rollout) -> Rollout:
+        return rollout
+
 
 class TurnScoring:
-    """Scores the turns of one attempt."""
+    """Scores the turns of one attempt.
+
+    Args:
+      on_turn: hears of each what a teacher said of it. None: the scores are a reference policy's,
+        which `complete` gives to the content.
+    """
 
     def __init__(
         self,
         client: ScoreClient,
         key: TrajectoryKey,
         prompt_ids: tuple[int, ...],
-        on_turn: TurnListener,
+        on_turn: TurnListener | None,
     ) -> None:
         self._client = client
         self._key = key
         self._context_ids = prompt_ids
         self._on_turn = on_turn
+        self._reference: list[TrajectoryTokens] = []
         self._turns: asyncio.Queue[TrajectoryTokens | None] = asyncio.Queue()
         self._task: asyncio.Task[None] | None = None
 
@@ -84,8 +99,20 @@ class TurnScoring:
         self._turns.put_nowait(None)
         await self._task
 
+    def complete(self, rollout: Rollout) -> Rollout:
+        """The content with what the reference said of it, 0 where nothing was sampled; a teacher's
+        is as it was. After `finish`.
+        """
+        if self._on_turn is not None:
+            return rollout
+        tokens = rollout.tokens
+        scores = np.concatenate([turn.reference_logprobs for turn in self._reference])
+        scores = np.where(tokens.action_mask, scores, 0.0)
+        tokens = dataclasses.replace(tokens, reference_logprobs=scores)
+        return dataclasses.replace(rollout, tokens=tokens)
+
     async def close(self) -> None:
-        """Ends the scoring in progress, and the teacher's session."""
+        """Ends the scoring in progress, and the scorer's session."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait({self._task})
@@ -100,9 +127,13 @@ class TurnScoring:
             request = ScoreRequest(session=self._key, context_ids=self._context_ids, first=first)
             try:
                 result = await self._client.score(request)
-                turn = ScoredTurn(
-                    tokens=tokens, teacher_logprobs=np.asarray(result.logprobs, np.float64)
-                )
+                self._hear(tokens, np.asarray(result.logprobs, np.float64))
             except (ServingError, TrajectoryError) as error:
                 raise AttemptError(f"scoring {self._key} failed: {error}") from error
-            self._on_turn(self._key, turn)
+
+    def _hear(self, tokens: TrajectoryTokens, scores: np.ndarray) -> None:
+        """Raises TrajectoryError for scores that no policy can have given."""
+        if self._on_turn is None:
+            self._reference.append(dataclasses.replace(tokens, reference_logprobs=scores))
+        else:
+            self._on_turn(self._key, ScoredTurn(tokens=tokens, teacher_logprobs=scores))

@@ -205,6 +205,8 @@ class UpdateReport:
         a buffer.
       teacher_kl_mean: distillation: the mean over scored tokens of log b - log q, of the sampler b
         and the teacher q.
+      reference_kl_k3_mean: the mean over action tokens of q / b - 1 - log(q / b), of the sampler b
+        and the reference policy q: the k3 estimate of their KL divergence; NaN without a reference.
       num_by_turns: trajectories with a reward whose turns ran before their content was final.
       replayed_tokens: positions that ran once more than without turn streaming.
       replayed_flops: of the matrix products that ran for them, in closed form; see `ReplayCount`.
@@ -226,6 +228,7 @@ class UpdateReport:
     paths: Mapping[str, int]
     num_held: int
     teacher_kl_mean: float = math.nan
+    reference_kl_k3_mean: float = math.nan
     num_by_turns: int = 0
     replayed_tokens: int = 0
     replayed_flops: int = 0

@@ -1,0 +1,106 @@
+"""Dynamic sampling where every group ties: the run ends by its refill limit, and says so."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import fakes
+import small_run
+from ml_collections import ConfigDict
+from test_coordinator import World
+
+from thundersync_jax.coordinator.coordinator import Coordinator
+from thundersync_jax.metrics import read_jsonl
+from thundersync_jax.trajectory import Rollout, Task, TrajectoryKey, Verdict
+
+TESTS = Path(__file__).parent
+
+
+def get_config() -> ConfigDict:
+    """DAPO on an environment without differences, for the main; a last step is far away."""
+    config = small_run.get_config()
+    config.run.num_steps = 50
+    config.run.max_refilled_groups = 3
+    config.model.preset = "micro"
+    config.learner.objective = "dapo"
+    config.env.factory = "tied_env:IndifferentSuite"
+    config.env.options = ConfigDict()
+    return config
+
+
+async def graded_one(
+    key: TrajectoryKey, task: Task, prompt_ids: tuple[int, ...], on_content: Callable
+) -> Verdict:
+    on_content(fakes.rollout(key))
+    return Verdict(reward=1.0)
+
+
+async def half_broken(
+    key: TrajectoryKey,
+    task: Task,
+    prompt_ids: tuple[int, ...],
+    on_content: Callable[[Rollout], None],
+) -> Verdict:
+    if key.index % 2:
+        return Verdict(failure="no sandbox")
+    return await graded_one(key, task, prompt_ids, on_content)
+
+
+def stop_reason(path: Path, attempts: Callable, num_steps: int = 1) -> tuple[World, str | None]:
+    """Two groups of four and three refills."""
+    world = World(path, attempts, groups_per_step=2, max_refilled_groups=3, max_empty_steps=2)
+    world.num_groups = 5
+
+    async def body(coordinator: Coordinator) -> str | None:
+        for step in range(num_steps):
+            await world.step(coordinator, step)
+        return coordinator.stop_reason
+
+    return world, world.run(body)
+
+
+def test_the_coordinator_stops_after_the_first_step_at_its_limit(tmp_path: Path):
+    world, reason = stop_reason(tmp_path, graded_one)
+    assert reason == (
+        "step 0 had no gradient: the rewards of each of its 5 groups tie, and 3 of them took the "
+        "place of others, the limit being run.max_refilled_groups = 3; 20 of 20 attempts have a "
+        "reward, 1 in the mean. Take tasks that the policy solves sometimes, raise "
+        "sampling.temperature or run.group_size, or raise the limit"
+    )
+    assert len(world.committed[0]) == 20 and world.published == []
+
+
+def test_failed_attempts_are_counted_apart(tmp_path: Path):
+    _, reason = stop_reason(tmp_path, half_broken)
+    assert reason is not None and "10 of 20 attempts have a reward, 1 in the mean" in reason
+
+
+def test_a_group_that_differs_goes_on(tmp_path: Path):
+    """The last refill's rewards differ: the step has a gradient."""
+
+    async def attempt(
+        key: TrajectoryKey, task: Task, prompt_ids: tuple[int, ...], on_content: Callable
+    ) -> Verdict:
+        run = graded_one if key.group < 4 else fakes.instant_attempt
+        return await run(key, task, prompt_ids, on_content)
+
+    world, reason = stop_reason(tmp_path, attempt, num_steps=3)
+    assert reason is None and world.published == [1, 2, 3]
+
+
+def test_a_dapo_run_whose_groups_all_tie_ends_by_its_limit(tmp_path: Path):
+    command = [
+        sys.executable, "-m", "thundersync_jax.train", f"--config={__file__}",
+        f"--workdir={tmp_path / 'run'}",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, cwd=TESTS)
+    assert done.returncode == 1, done.stderr
+    expected = "stopped: step 0 had no gradient: the rewards of each of its 5 groups tie, and 3"
+    assert expected in done.stderr
+    assert "the limit being run.max_refilled_groups = 3; 20 of 20 attempts" in done.stderr
+    (line,) = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert line["zero_variance_groups"] == line["num_groups"] == 5
+    assert line["policy_version"] == 0

@@ -1,0 +1,160 @@
+"""Frozen policies, which only score: the teacher of distillation, or an objective's reference.
+
+Shared by the mains. `find_frozen_policy` is cheap and refuses what cannot score a run's tokens, or
+what nothing would read, before anything compiles; `load_weights` makes or reads the parameters.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+
+from thundersync_jax.config import RunConfig, from_dict
+from thundersync_jax.config_reference import INITIAL
+from thundersync_jax.errors import ConfigError
+from thundersync_jax.learner.checkpoint import Checkpointer
+from thundersync_jax.losses.objective import Objective
+from thundersync_jax.model.presets import TransformerConfig, preset
+from thundersync_jax.model.sharded import init_on_mesh
+from thundersync_jax.model.transformer import Params, abstract_params
+from thundersync_jax.rollout.chat import Tokenizer
+from thundersync_jax.sharding import MeshShape, make_mesh
+from thundersync_jax.trajectory_log import step_path
+from thundersync_jax.workdir import WorkDirectory
+
+_OPTIONS = "learner.objective_options.kl_coefficient or distillation_coefficient"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FrozenPolicy:
+    """Where a frozen policy is, and its shapes.
+
+    Attributes:
+      key: of the configuration that names it.
+      source: the run whose newest checkpoint it is, or the seed of its parameters.
+    """
+
+    key: str
+    model: TransformerConfig
+    source: WorkDirectory | int
+
+
+def find_frozen_policy(
+    config: RunConfig,
+    *,
+    objective: Objective,
+    model: TransformerConfig,
+    tokenizer: Tokenizer,
+    workdir: WorkDirectory,
+) -> FrozenPolicy | None:
+    """The one that scores this run's turns; None where the run needs none.
+
+    Args:
+      model: of the policy that the run trains.
+      workdir: of this run.
+
+    Raises:
+      ConfigError: a policy is missing, is read by nothing, or cannot score.
+    """
+    _check_roles(config, objective)
+    if config.reference.policy == INITIAL:
+        _check_start(workdir)
+        return FrozenPolicy(key="reference.policy", model=model, source=config.run.seed)
+    name = config.opd.teacher or config.reference.policy
+    if not name:
+        return None
+    key = "opd.teacher" if config.opd.teacher else "reference.policy"
+    source = WorkDirectory(Path(name))
+    if source.root == workdir.root:
+        raise ConfigError(
+            f"config.{key} = {name!r} is this run's own directory, whose newest checkpoint changes "
+            f"while it trains: name a copy of it. The policy that a run starts from is the "
+            f"reference.policy {INITIAL!r}"
+        )
+    return FrozenPolicy(key=key, model=_model_of(key, source, tokenizer), source=source)
+
+
+def load_weights(policy: FrozenPolicy) -> Params:
+    """Its parameters, on the first device. Raises ConfigError or CheckpointError."""
+    if isinstance(policy.source, int):
+        mesh = make_mesh(MeshShape(), jax.devices()[:1])
+        return init_on_mesh(policy.model, policy.source, mesh)
+    where = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    like = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
+        abstract_params(policy.model),
+    )
+    checkpoints = Checkpointer(policy.source.checkpoints, keep_last=1)
+    try:
+        newest = checkpoints.latest()
+        if newest is None:
+            raise ConfigError(
+                f"config.{policy.key}: {policy.source.checkpoints} holds no checkpoint any more"
+            )
+        return checkpoints.restore_policy(like, newest)[0]
+    finally:
+        checkpoints.close()
+
+
+def _check_roles(config: RunConfig, objective: Objective) -> None:
+    """One frozen policy a run, and something that reads it."""
+    policy, teacher = config.reference.policy, config.opd.teacher
+    if teacher and (policy or objective.needs_reference):
+        raise ConfigError(
+            f"config.opd.teacher = {teacher!r} trains on the teacher's scores alone and reads no "
+            f"objective, so neither reference.policy nor {_OPTIONS} may be set beside it. To learn "
+            "from rewards and a teacher, leave opd.teacher empty, name the teacher in "
+            "reference.policy and set learner.objective_options.distillation_coefficient"
+        )
+    if objective.needs_reference and not policy:
+        names = ", ".join(term.name for term in objective.terms if term.needs_reference)
+        raise ConfigError(
+            f"config.reference.policy = '': expected {INITIAL!r} or the work directory of a run, "
+            f"for learner.objective = {objective.name!r} has a term that reads a reference policy "
+            f"({names}). Or set {_OPTIONS} to 0"
+        )
+    if policy and not teacher and not objective.needs_reference:
+        raise ConfigError(
+            f"config.reference.policy = {policy!r}: expected '', for learner.objective = "
+            f"{objective.name!r} has no term that reads it. Or set {_OPTIONS}"
+        )
+
+
+def _check_start(workdir: WorkDirectory) -> None:
+    """The run begins at its seed's parameters: it has no checkpoint before its first step."""
+    if _has_checkpoint(workdir) and not step_path(workdir.trajectories, 0).exists():
+        raise ConfigError(
+            f"config.reference.policy = {INITIAL!r}: {workdir.root} starts from a checkpoint and "
+            "not from the parameters of run.seed, which the reference would be. Name a copy of the "
+            "directory instead"
+        )
+
+
+def _model_of(key: str, source: WorkDirectory, tokenizer: Tokenizer) -> TransformerConfig:
+    """The shapes of a run's policy, which must speak the language of `tokenizer`."""
+    name = f"config.{key} = {str(source.root)!r}"
+    try:
+        saved = json.loads(source.config.read_text(encoding="utf-8"))
+        model, fingerprint = from_dict(saved["config"]).model, saved["tokenizer"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{name}: expected the work directory of a run, with a config.json "
+            f"({type(error).__name__}: {error})"
+        ) from error
+    if fingerprint != tokenizer.fingerprint:
+        raise ConfigError(
+            f"{name} has a tokenizer of fingerprint {fingerprint} and this run's is "
+            f"{tokenizer.fingerprint}: their ids mean different tokens, so its scores would be of "
+            "other texts. Take a policy that was trained with the same environment's vocabulary"
+        )
+    if not _has_checkpoint(source):
+        raise ConfigError(f"{name} has no checkpoints: train it first")
+    vocab_size = model.vocab_size or tokenizer.vocab_size
+    return preset(model.preset, vocab_size=vocab_size, dtype=model.dtype)
+
+
+def _has_checkpoint(workdir: WorkDirectory) -> bool:
+    return any(path.name.isdigit() for path in workdir.checkpoints.glob("*"))
