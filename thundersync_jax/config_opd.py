@@ -20,6 +20,7 @@ class OpdSection:
         learner would "idle", or "never": then its trajectory is differentiated once, at its end.
       num_caches: trajectories of every replica whose turns may stream at one time; each keeps keys
         and values in the model's dtype and their adjoints in at least float32.
+      cache_memory: "device", or "pinned_host": there lie all caches but as many as a call reaches.
       num_residuals: segments of every shape (a prefix bucket, or none, and a bucket) of which a
         replica keeps what their backward pass reads, so that their replay needs no forward pass:
         the outputs of projections, or what model.remat keeps if that is less; the others are
@@ -35,6 +36,7 @@ class OpdSection:
     temperature: float = mutable(1.0)
     stream_turns: str = mutable("idle")
     num_caches: int = mutable(8)
+    cache_memory: str = mutable("device")
     num_residuals: int = mutable(0)
     prefix_buckets: tuple[int, ...] = mutable(())
     normalizer: str = "token_mean"
@@ -43,6 +45,7 @@ class OpdSection:
     def __post_init__(self) -> None:
         check(self.temperature > 0, "opd.temperature", self.temperature, "above 0")
         check_choice("opd.stream_turns", self.stream_turns, ("idle", "always", "never"))
+        check_choice("opd.cache_memory", self.cache_memory, ("device", "pinned_host"))
         for key in ("num_caches", "num_residuals"):
             check(getattr(self, key) >= 0, f"opd.{key}", getattr(self, key), "0 or more")
         is_ladder = list(self.prefix_buckets) == sorted(set(self.prefix_buckets))

@@ -34,7 +34,12 @@ from thundersync_jax.learner.distillation_statistics import DistillationStatisti
 from thundersync_jax.learner.groups import Cohort, Group, LearnerError, Member, Stage
 from thundersync_jax.learner.memory import plan_memory, room_of
 from thundersync_jax.learner.optimizer import make_optimizer
-from thundersync_jax.learner.program_names import Name, distillation_program_names, turn_shapes
+from thundersync_jax.learner.program_names import (
+    Name,
+    distillation_program_names,
+    most_lanes,
+    turn_shapes,
+)
 from thundersync_jax.learner.score import ScoreSettings
 from thundersync_jax.learner.statistics import note_of
 from thundersync_jax.learner.streaming import Params
@@ -109,9 +114,11 @@ class Distiller(BaseLearner[SegmentWork]):
         num_caches = 0 if stream_turns is StreamTurns.NEVER else opd.num_caches
         self._prefix_buckets = opd.prefix_buckets or config.buckets[-1:]
         num_residuals = opd.num_residuals if num_caches else 0
+        is_paged = opd.cache_memory == "pinned_host"
         caches = CacheShapes(
             num_caches=num_caches,
             length=config.buckets[-1],
+            num_places=min(num_caches, most_lanes(config)) if is_paged else num_caches,
             num_residuals=num_residuals,
             shapes=turn_shapes(config.buckets, self._prefix_buckets) if num_residuals else (),
         )
@@ -204,6 +211,7 @@ class Distiller(BaseLearner[SegmentWork]):
             self._prefix_buckets,
             has_caches=self._programs.caches is not None,
             has_residuals=bool(self._programs.num_residuals),
+            has_pages=self._programs.host_caches is not None,
         )
 
     def _groups(self) -> list[Group]:

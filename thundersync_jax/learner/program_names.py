@@ -3,7 +3,7 @@
 Fold(prefix_bucket, bucket)     streaming.accumulate
 PromptForward(bucket), PromptBackward(bucket)
 Turn(part, prefix_bucket, bucket)    turn_replay's; WHOLE is score_segment without caches
-Caches.ZERO                          the pool of trajectory caches
+Caches.ZERO, READ, WRITE             the pool of trajectory caches, and one of every replica
 Whole.BIND, CLOSE, UPDATE, GATHER, ACCUMULATOR, HELD, SLOTS    what no bucket changes
 """
 
@@ -69,6 +69,8 @@ class Turn:
 
 class Caches(enum.Enum):
     ZERO = "zero trajectory caches"
+    READ = "read one trajectory cache"
+    WRITE = "write one trajectory cache"
 
 
 Name = Fold | PromptForward | PromptBackward | Whole | Turn | Caches
@@ -107,6 +109,11 @@ def shapes_of(config: LearnerSection) -> Shapes:
     )
 
 
+def most_lanes(config: LearnerSection) -> int:
+    """The most trajectories that one call scans on a replica."""
+    return max(lanes_per_call(config.tokens_per_step, bucket) for bucket in config.buckets)
+
+
 def program_names(config: LearnerSection) -> list[Name]:
     """Every program that a run with this configuration can need."""
     names: list[Name] = [Whole.UPDATE, Whole.GATHER, Whole.ACCUMULATOR]
@@ -128,12 +135,15 @@ def distillation_program_names(
     *,
     has_caches: bool,
     has_residuals: bool = False,
+    has_pages: bool = False,
 ) -> list[Name]:
     """Every program that a distillation can need."""
     names: list[Name] = [Whole.UPDATE, Whole.GATHER, Whole.ACCUMULATOR]
     names += [Turn(Part.WHOLE, 0, bucket) for bucket in buckets]
     if has_caches:
         names += turn_program_names(buckets, prefix_buckets)
+    if has_pages:
+        names += [Caches.READ, Caches.WRITE]
     if has_residuals:
         names += [Turn(Part.REPLAY_KEPT, *shape) for shape in turn_shapes(buckets, prefix_buckets)]
     return names

@@ -74,6 +74,7 @@ class Programs:
         )
         self.num_replicas = self.placement.num_replicas
         self.caches: Any = None  # trajectory caches, abstract: see TurnPrograms
+        self.host_caches: Any = None
         self._compiled: dict[Name, jax.stages.Compiled] = {}
 
     # -- making and moving state ----------------------------------------------------------------

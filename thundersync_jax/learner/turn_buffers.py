@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from thundersync_jax.learner.buckets import LaneItem, pad_lanes
+from thundersync_jax.learner.cache_pages import CachePages
 from thundersync_jax.learner.program_names import Turn
 from thundersync_jax.learner.streaming import Params
 from thundersync_jax.learner.sums import Sum
@@ -20,6 +21,7 @@ from thundersync_jax.learner.train_state import TrainState
 from thundersync_jax.learner.turn_programs import PART, TurnPrograms
 from thundersync_jax.learner.turn_replay import TrajectoryCaches
 from thundersync_jax.learner.turn_schedule import SegmentKind, SegmentLane, SegmentWork
+from thundersync_jax.learner.turns import TurnSequence
 
 
 class TurnCaches:
@@ -27,12 +29,15 @@ class TurnCaches:
 
     def __init__(self, programs: TurnPrograms) -> None:
         self._programs = programs
+        self._pages = None if programs.host_caches is None else CachePages(programs)
         self.clear()
 
     def clear(self) -> None:
         """Begins with zeros again. Caches of finished trajectories need none: see turn_replay."""
         self._caches: TrajectoryCaches | None = None  # freed before their successors are made
         self._caches = self._programs.zero_caches()
+        if self._pages is not None:
+            self._pages.clear()
 
     def run(
         self, params: Params, work: SegmentWork, sums: tuple[Sum, ...]
@@ -47,6 +52,9 @@ class TurnCaches:
         """
         programs = self._programs
         name = Turn(PART[work.kind], work.prefix_bucket, work.bucket)
+        if self._pages is not None and work.kind is not SegmentKind.WHOLE:
+            assert self._caches is not None
+            self._caches = self._pages.reach(self._caches, work)
         lanes = pad_lanes(
             [[self._item(lane) for lane in lanes] for lanes in work.replicas],
             programs.lanes_per_call(work.bucket),
@@ -81,12 +89,18 @@ class TurnCaches:
         return sums, np.asarray(stats)
 
     def _item(self, lane: SegmentLane) -> LaneItem:
-        cache, place = lane.sequence.cache, lane.segment and lane.segment.residuals
+        residuals = lane.segment and lane.segment.residuals
         return LaneItem(
             examples=(lane.example,),
-            slot=0 if cache is None else cache.index,
-            adjoint_slot=place.index if place else self._programs.num_residuals,  # nowhere
+            slot=self._slot(lane.sequence),
+            adjoint_slot=residuals.index if residuals else self._programs.num_residuals,  # nowhere
         )
+
+    def _slot(self, sequence: TurnSequence) -> int:
+        """Where on the device a trajectory's cache lies; any, of one that has none."""
+        if sequence.cache is None:
+            return 0
+        return sequence.cache.index if self._pages is None else self._pages.place(sequence)
 
 
 class TurnBuffers:

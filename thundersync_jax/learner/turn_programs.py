@@ -12,11 +12,12 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from thundersync_jax.config_sections import LearnerSection
 from thundersync_jax.learner import turn_replay
 from thundersync_jax.learner.buckets import Lanes, pad_lanes
+from thundersync_jax.learner.placement import device_bytes
 from thundersync_jax.learner.program_names import Caches, Name, Part, Shapes, Turn
 from thundersync_jax.learner.programs import Program, Programs, zeros
 from thundersync_jax.learner.residuals import Residuals
@@ -41,6 +42,7 @@ class CacheShapes:
     """The pool of every replica: `num_caches` trajectories of up to `length` positions.
 
     Attributes:
+      num_places: how many of them the device holds; the others lie in the host.
       is_held: turns are folded into the held gradients, not into the batch sum.
       num_residuals: segments of every shape whose residuals are kept.
       shapes: (prefix bucket, bucket) of them.
@@ -48,6 +50,7 @@ class CacheShapes:
 
     num_caches: int
     length: int
+    num_places: int
     is_held: bool = False
     num_residuals: int = 0
     shapes: tuple[tuple[int, int], ...] = ()
@@ -55,7 +58,8 @@ class CacheShapes:
 
 def held_caches(config: LearnerSection) -> CacheShapes:
     """Those of trajectories whose turns run ahead of their content."""
-    return CacheShapes(num_caches=config.num_turn_caches, length=config.buckets[-1], is_held=True)
+    size = config.num_turn_caches
+    return CacheShapes(num_caches=size, num_places=size, length=config.buckets[-1], is_held=True)
 
 
 class TurnPrograms(Programs):
@@ -63,7 +67,9 @@ class TurnPrograms(Programs):
 
     Attributes:
       turn_sums: the buffers that turns are folded into, abstract.
-      caches: the pool of trajectory caches, abstract TrajectoryCaches; None without any.
+      caches: trajectory caches on the device, abstract TrajectoryCaches; None without any.
+      host_caches: those of the pool that lie in the host, abstract; None without any.
+      num_places: trajectory caches of a replica on the device.
       num_residuals: segments of every shape whose residuals are kept.
     """
 
@@ -77,16 +83,24 @@ class TurnPrograms(Programs):
     ) -> None:
         super().__init__(settings, optimizer, mesh, shapes)
         self.num_residuals = caches.num_residuals
-        place, pool = self.placement, (settings.model, caches.num_caches, caches.length)
-        is_held = caches.is_held
+        place, is_held = self.placement, caches.is_held
         self.turn_sums: tuple[Any, ...] = (place.held,) * shapes.num_held if is_held else self._sums
-        if caches.num_caches:
-            kv = place.keys_values(*pool, settings.model.dtype)
-            self.caches = TrajectoryCaches(
-                kv=kv,
-                ledger=place.keys_values(*pool, place.scalar_dtype),
-                residuals={shape: self._residuals(kv, *shape) for shape in caches.shapes},
-            )
+        self.num_places = caches.num_places
+        if caches.num_places:
+            pool = self._pool(caches.num_places, caches.length)
+            kept = {shape: self._residuals(pool.kv, *shape) for shape in caches.shapes}
+            self.caches = pool.replace(residuals=kept)
+        if caches.num_caches > caches.num_places:
+            self.host_caches = self._pool(caches.num_caches - caches.num_places, caches.length)
+
+    def _pool(self, num_caches: int, length: int) -> TrajectoryCaches:
+        """So many caches without residuals, abstract."""
+        place, pool = self.placement, (self._settings.model, num_caches, length)
+        kv, ledger = (
+            place.keys_values(*pool, dtype)
+            for dtype in (self._settings.model.dtype, place.scalar_dtype)
+        )
+        return TrajectoryCaches(kv=kv, ledger=ledger)
 
     def _residuals(self, kv: KeysValues, prefix_bucket: int, bucket: int) -> Residuals:
         """Of the segments of one shape [R, N, ...], abstract; each replica is one device."""
@@ -107,7 +121,19 @@ class TurnPrograms(Programs):
 
     def temporaries(self) -> dict[Name, int]:
         found = super().temporaries()
+        if Caches.WRITE in found:
+            found[Caches.WRITE] += device_bytes(self._page)
         return {name: size for name, size in found.items() if name != Caches.ZERO}
+
+    def read_cache(self, caches: TrajectoryCaches, index: np.ndarray) -> TrajectoryCaches:
+        """`turn_replay.read_cache` on every replica. index int32 [R]."""
+        return self._get(Caches.READ)(caches, index)
+
+    def write_cache(
+        self, caches: TrajectoryCaches, index: np.ndarray, cache: TrajectoryCaches
+    ) -> TrajectoryCaches:
+        """`turn_replay.write_cache` on every replica; caches are donated. index int32 [R]."""
+        return self._get(Caches.WRITE)(caches, index, cache)
 
     def forward(
         self, name: Turn, params: Params, caches: TrajectoryCaches, lanes: Lanes
@@ -153,10 +179,41 @@ class TurnPrograms(Programs):
         match name:
             case Turn():
                 return self._turn_program(name)
-            case Caches.ZERO:
-                return zeros(self.caches)
+            case Caches():
+                return self._cache_program(name)
             case _:
                 return super()._declare(name)
+
+    @property
+    def _page(self) -> Any:
+        """One cache of every replica, abstract."""
+
+        def one(x: Any) -> Any:
+            spec = PartitionSpec(x.sharding.spec[0], *x.sharding.spec[2:])
+            sharding = NamedSharding(self._mesh, spec)
+            return jax.ShapeDtypeStruct((x.shape[0], *x.shape[2:]), x.dtype, sharding=sharding)
+
+        return jax.tree.map(one, self.caches.replace(residuals={}))
+
+    def _cache_program(self, name: Caches) -> Program:
+        index = self.placement.local(np.zeros(self.num_replicas, np.int32))
+        match name:
+            case Caches.ZERO:
+                return zeros(self.caches)
+            case Caches.READ:
+                return Program(
+                    self._on_replicas(turn_replay.read_cache, 2, num_shared=0),
+                    donated=(),
+                    arguments=(self.caches, index),
+                    results=self._page,
+                )
+            case Caches.WRITE:
+                return Program(
+                    self._on_replicas(turn_replay.write_cache, 3, num_shared=0),
+                    donated=(0,),
+                    arguments=(self.caches, index, self._page),
+                    results=self.caches,
+                )
 
     def _turn_program(self, name: Turn) -> Program:
         place, sums, settings = self.placement, self.turn_sums, self._settings

@@ -66,6 +66,23 @@ def empty_caches(model: TransformerConfig, num_caches: int, length: int) -> Traj
     return TrajectoryCaches(kv=zeros(model.dtype), ledger=zeros(wide))
 
 
+def read_cache(caches: TrajectoryCaches, index: jax.Array) -> TrajectoryCaches:
+    """One trajectory's keys, values and ledger, [L, M, K, H] each."""
+    return jax.tree.map(lambda x: x[index], caches.replace(residuals={}))
+
+
+def write_cache(
+    caches: TrajectoryCaches, index: jax.Array, cache: TrajectoryCaches
+) -> TrajectoryCaches:
+    """The caches, donated by the caller, with one of `read_cache` in the place of that at `index`."""
+
+    def write(every: jax.Array, one: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_index_in_dim(every, one, index, axis=0)
+
+    written = jax.tree.map(write, caches.replace(residuals={}), cache)
+    return written.replace(residuals=caches.residuals)
+
+
 def segment_forward(
     settings: ScoreSettings,
     prefix_bucket: int,
