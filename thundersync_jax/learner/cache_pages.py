@@ -71,7 +71,7 @@ class CachePages:
             if exchange.entering is not None:
                 del self._pages[exchange.entering]
             self.num_moved += (exchange.leaving is not None) + (exchange.entering is not None)
-        return self._programs.write_cache(caches, index, structure.unflatten(leaves))
+        return self._programs.write_cache(caches, index, jax.tree.unflatten(structure, leaves))
 
     def _replaced(self, number: int, leaf: jax.Array, exchanges: Exchanges) -> jax.Array:
         """A leaf [R, L, M, K, H] with what enters in the stead of what leaves, which is kept."""

@@ -41,7 +41,7 @@ class CachePlaces(Generic[Owner]):
         return self._places[owner]
 
     def release(self, is_over: Callable[[Owner], bool]) -> list[Owner]:
-        """Forgets the caches of owners who need theirs no more; those of them that the host held."""
+        """Forgets the caches that nobody needs any more; the owners of those that the host held."""
         self._places = {o: place for o, place in self._places.items() if not is_over(o)}
         gone = [owner for owner in self._in_host if is_over(owner)]
         self._in_host.difference_update(gone)

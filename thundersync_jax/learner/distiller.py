@@ -111,19 +111,10 @@ class Distiller(BaseLearner[SegmentWork]):
             config, pool_size=0, held_gradients=0, prompt_buckets=(), pack_tokens=0
         )
         stream_turns = StreamTurns(opd.stream_turns)
-        num_caches = 0 if stream_turns is StreamTurns.NEVER else opd.num_caches
         self._prefix_buckets = opd.prefix_buckets or config.buckets[-1:]
-        num_residuals = opd.num_residuals if num_caches else 0
-        is_paged = opd.cache_memory == "pinned_host"
-        caches = CacheShapes(
-            num_caches=num_caches,
-            length=config.buckets[-1],
-            num_places=min(num_caches, most_lanes(config)) if is_paged else num_caches,
-            num_residuals=num_residuals,
-            shapes=turn_shapes(config.buckets, self._prefix_buckets) if num_residuals else (),
-        )
-        if num_residuals:
-            settings = _keeping(settings, num_residuals, mesh)
+        caches = _cache_shapes(config, opd, self._prefix_buckets)
+        if caches.num_residuals:
+            settings = _keeping(settings, caches.num_residuals, mesh)
         make = functools.partial(TurnPrograms, settings, make_optimizer(optimizer), mesh, caches)
         room = room_of(mesh.local_devices[0], reserved_bytes)
         memory, programs = plan_memory(self._config, room, make)
@@ -131,12 +122,12 @@ class Distiller(BaseLearner[SegmentWork]):
         super().__init__(programs, memory, optimizer, params)
         self._schedule = TurnSchedule(
             num_replicas=programs.num_replicas,
-            num_caches=num_caches,
+            num_caches=caches.num_caches,
             buckets=config.buckets,
             prefix_buckets=self._prefix_buckets,
             lanes_per_call=programs.lanes_per_call,
             stream_turns=stream_turns,
-            num_residuals=num_residuals,
+            num_residuals=caches.num_residuals,
         )
         self._buffers = TurnBuffers(programs)
         self._begin_step()
@@ -262,6 +253,22 @@ class Distiller(BaseLearner[SegmentWork]):
             grad_norm=grad_norm,
             learning_rate=learning_rate,
         )
+
+
+def _cache_shapes(
+    config: LearnerSection, opd: OpdSection, prefix_buckets: tuple[int, ...]
+) -> CacheShapes:
+    """With caches in the host, the device has places for those that one call can reach."""
+    num_caches = 0 if opd.stream_turns == "never" else opd.num_caches
+    num_residuals = opd.num_residuals if num_caches else 0
+    is_paged = opd.cache_memory == "pinned_host"
+    return CacheShapes(
+        num_caches=num_caches,
+        num_places=min(num_caches, most_lanes(config)) if is_paged else num_caches,
+        length=config.buckets[-1],
+        num_residuals=num_residuals,
+        shapes=turn_shapes(config.buckets, prefix_buckets) if num_residuals else (),
+    )
 
 
 def _keeping(settings: ScoreSettings, num_residuals: int, mesh: Mesh) -> ScoreSettings:

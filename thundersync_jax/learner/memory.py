@@ -34,7 +34,7 @@ from thundersync_jax.learner.programs import Programs
 
 MAX_GROUPS = 32  # that stream on one replica at a time: seldom more are open there
 HEADROOM = 0.95  # of a device for what was sized: fragments, arguments of calls, the runtime
-HOST_SHARE = 0.5  # of the host for pairs: checkpoints pass through it, and sandboxes run there
+HOST_SHARE = 0.5  # of the host for buffers: checkpoints pass through it, and sandboxes run there
 
 # What can be lowered to make room, with the least it can be.
 _SIZED = ("pool_size", "prompt_slots")  # where -1 is as many as fit
@@ -54,7 +54,7 @@ class Room:
     Attributes:
       device_bytes: what the device has; None where nobody says.
       reserved_bytes: others' part of it, such as the serving engine's.
-      host_bytes: what pairs may take of the host's memory.
+      host_bytes: what buffers may take of the host's memory.
       is_host: the device computes in the host's memory (the CPU): both are one.
     """
 
@@ -87,7 +87,8 @@ class Sizes:
       held_bytes: one gradient ahead of its verdict.
       slot_bytes: one shared prompt with its adjoints; 0 where none is shared.
       num_sums: sums with a denominator of their own: of the scores, and of reward-free terms.
-      caches_bytes: the trajectory caches, all of them.
+      caches_bytes: the trajectory caches on the device, all of them.
+      host_caches_bytes: those in pinned host memory, all of them.
       residual_bytes: the residuals that are kept of their segments.
     """
 
@@ -97,11 +98,12 @@ class Sizes:
     slot_bytes: int
     num_sums: int = 1
     caches_bytes: int = 0
+    host_caches_bytes: int = 0
     residual_bytes: int = 0
 
 
-def sizes_of(placement: Placement, caches: Any = None) -> Sizes:
-    """Sizes of what a learner places; `caches` are abstract."""
+def sizes_of(placement: Placement, caches: Any = None, host_caches: Any = None) -> Sizes:
+    """Sizes of what a learner places; the caches are abstract."""
     master = 0 if placement.is_master_shared else device_bytes(placement.master)
     slots = placement.slots
     residual_bytes = device_bytes(None if caches is None else caches.residuals)
@@ -112,6 +114,7 @@ def sizes_of(placement: Placement, caches: Any = None) -> Sizes:
         slot_bytes=0 if slots is None else device_bytes(slots) // slots.kv.keys.shape[1],
         num_sums=placement.num_sums,
         caches_bytes=device_bytes(caches) - residual_bytes,
+        host_caches_bytes=device_bytes(host_caches),
         residual_bytes=residual_bytes,
     )
 
@@ -162,10 +165,17 @@ class MemoryPlan:
         return sum(self.parts.values())
 
     @property
-    def host_bytes(self) -> int:
-        """The pairs in pinned host memory."""
+    def host_parts(self) -> dict[str, int]:
+        """What lies in pinned host memory between calls."""
         num_pairs = self.config.pool_size - self.num_device_pairs
-        return 2 * num_pairs * self.sizes.accumulator_bytes
+        return {
+            "pairs": 2 * num_pairs * self.sizes.accumulator_bytes,
+            "trajectory caches": self.sizes.host_caches_bytes,
+        }
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(self.host_parts.values())
 
     @property
     def peak_bytes(self) -> int:
@@ -199,7 +209,8 @@ def plan_memory(
     """The plan of a configuration, and its programs. Raises MemoryPlanError if it does not fit."""
     most = _with_groups(config, MAX_GROUPS)
     programs = make(shapes_of(most))
-    plan = MemoryPlan(config=most, sizes=sizes_of(programs.placement, programs.caches), room=room)
+    sizes = sizes_of(programs.placement, programs.caches, programs.host_caches)
+    plan = MemoryPlan(config=most, sizes=sizes, room=room)
     if most == config:
         check_fits(plan)
         return plan, programs
@@ -284,7 +295,8 @@ def _refusal(plan: MemoryPlan, why: str = "") -> MemoryPlanError:
     if room.reserved_bytes:
         text += f" besides {_gb(room.reserved_bytes)} for serving"
     if plan.host_bytes:
-        text += f"; its pairs in the host take {_gb(plan.host_bytes)}"
+        names = " and ".join(name for name, size in plan.host_parts.items() if size)
+        text += f"; its {names} in the host take {_gb(plan.host_bytes)}"
         text += "" if room.is_host else f" of {_gb(room.host_bytes)}"
     return MemoryPlanError(f"{text}: {_remedy(plan)}")
 
@@ -307,6 +319,10 @@ def _remedy(plan: MemoryPlan) -> str:
     advice = "use more devices along fsdp or tensor, or a smaller model"
     if plan.program.startswith(("program Fold", "program Prompt")):
         advice = f"shorten the longest bucket, set model.remat = 'block', {advice}"
+    if plan.sizes.caches_bytes and not plan.config.has_turns:  # they are a distiller's
+        is_paged = plan.sizes.host_caches_bytes > 0
+        advice = f"lower opd.num_caches, {advice}"
+        advice = advice if is_paged else f"set opd.cache_memory = 'pinned_host', {advice}"
     if plan.sizes.residual_bytes:
         advice = f"lower opd.num_residuals, {advice}"
     if not found:

@@ -74,7 +74,7 @@ def read_cache(caches: TrajectoryCaches, index: jax.Array) -> TrajectoryCaches:
 def write_cache(
     caches: TrajectoryCaches, index: jax.Array, cache: TrajectoryCaches
 ) -> TrajectoryCaches:
-    """The caches, donated by the caller, with one of `read_cache` in the place of that at `index`."""
+    """The caches, donated by the caller, with one of `read_cache` instead of that at `index`."""
 
     def write(every: jax.Array, one: jax.Array) -> jax.Array:
         return jax.lax.dynamic_update_index_in_dim(every, one, index, axis=0)
