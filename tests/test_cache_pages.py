@@ -157,64 +157,63 @@ class PagedRun:
             self.caches = jax.tree.unflatten(structure, leaves)
 
 
-@settings(max_examples=40)
-@given(st.randoms(use_true_random=False), st.sampled_from(list(StreamTurns)))
-def test_every_lane_finds_what_its_trajectory_left_in_its_cache(random, stream_turns):
-    run = PagedRun(stream_turns)
-    cases = random.sample(CASES, 12)
+@settings(deadline=None, max_examples=40)
+@given(st.integers(0, 2**32 - 1), st.sampled_from(list(StreamTurns)))
+def test_every_lane_finds_what_its_trajectory_left_in_its_cache(seed, stream_turns):
+    run, rng = PagedRun(stream_turns), np.random.default_rng(seed)
+    cases = [CASES[at] for at in rng.permutation(len(CASES))[:12]]
     sequences = [TurnSequence(f"{i}", np.array(c.prompt)) for i, c in enumerate(cases)]
     left = [list(case.turns) for case in cases]
     for sequence in sequences:
         run.schedule.add(sequence)
     growing = list(range(len(cases)))
     while growing:
-        at = random.choice(growing)
+        at = int(rng.choice(growing))
         if left[at]:
             sequences[at].add(left[at].pop(0))
         else:
             growing.remove(at)
             sequences[at].is_closed = True
-        run.work(random.randrange(3))
+        run.work(int(rng.integers(3)))
     run.work(10_000)
     assert all(sequence.is_done for sequence in sequences)
-    assert (run.pages.num_moved == 0) == (stream_turns is StreamTurns.NEVER)
+    assert stream_turns is not StreamTurns.ALWAYS or run.pages.num_moved > 0
+    assert stream_turns is not StreamTurns.NEVER or run.pages.num_moved == 0
 
 
 # -- under the distiller --------------------------------------------------------------------------
 
 
-def paged(cache_memory: str) -> Distiller:
-    """Calls of two lanes; kept residuals stay where they are."""
+def paged(cache_memory: str, num_residuals: int = 0) -> Distiller:
+    """Calls of two lanes."""
     return oc.make_distiller(
         MODEL,
         stream_turns="always",
         num_caches=NUM_CACHES,
-        num_residuals=1,
+        num_residuals=num_residuals,
         cache_memory=cache_memory,
     )
 
 
-def test_caches_in_host_memory_give_the_same_bits_and_compile_nothing():
-    on_device, in_host = paged("device"), paged("pinned_host")
+@pytest.mark.parametrize("num_residuals", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_caches_in_host_memory_give_the_same_bits_and_compile_nothing(num_residuals):
+    """Kept residuals stay on the device, whatever becomes of the caches."""
+    on_device, in_host = paged("device", num_residuals), paged("pinned_host", num_residuals)
     num_programs = in_host.warm_up()
-    assert num_programs == 3 + 1 + 1 + 3 * 2 + 2 + 2  # those of kept residuals, READ and WRITE
+    assert num_programs == 3 + 1 + 1 + 3 * 2 + 2 + 2 * num_residuals  # 2: READ and WRITE
     counter = CompileCounter()
     pages = in_host._buffers._caches._pages
     assert pages is not None
-    kinds = set()
     for order in range(4):
         cases = [oc.random_case(seed) for seed in range(8 * order, 8 * order + 8)]
-        gradients = []
-        for distiller in (on_device, in_host):
-            if distiller is in_host:
-                counter.start()
-            oc.run_events(distiller, cases, np.random.default_rng(order))
-            gradients.append(distiller.gradient())
-            distiller.abandon()
-            if distiller is in_host:
-                counter.close()
-        jax.tree.map(np.testing.assert_array_equal, *gradients)
-        kinds |= {item.path for item in in_host.take_work_log()}
+        oc.run_events(on_device, cases, np.random.default_rng(order))
+        counter.start()
+        oc.run_events(in_host, cases, np.random.default_rng(order))
+        paged_gradient = in_host.gradient()
+        in_host.abandon()
+        counter.close()
+        jax.tree.map(np.testing.assert_array_equal, paged_gradient, on_device.gradient())
+        on_device.abandon()
     assert counter.count == 0 < pages.num_moved
     assert not pages._pages  # abandoned with their step
 
@@ -247,8 +246,8 @@ def test_one_cache_is_all_that_paging_takes_besides():
     programs.warm_up([Caches.READ, Caches.WRITE])
     one = distiller.memory.parts["trajectory caches"] // NUM_PLACES
     found = programs.temporaries()
-    assert found[Caches.READ] == one
-    assert one <= found[Caches.WRITE] < 2 * one
+    for name in (Caches.READ, Caches.WRITE):
+        assert one <= found[name] < 1.01 * one
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from thundersync_jax.config_opd import OpdSection
 from thundersync_jax.config_sections import LearnerSection, OptimizerSection
 from thundersync_jax.learner.distiller import Distiller
 from thundersync_jax.learner.placement import device_bytes
-from thundersync_jax.learner.program_names import Part, Turn
+from thundersync_jax.learner.program_names import Caches, Part, Turn
 from thundersync_jax.model.sharded import init_on_mesh
 from thundersync_jax.sharding import MeshShape, make_mesh
 
@@ -34,7 +34,7 @@ def main() -> None:
     mesh = make_mesh(MeshShape(data=data, fsdp=fsdp, tensor=tensor))
     distiller = Distiller(
         LearnerSection(buckets=(oc.LENGTH,), tokens_per_step=80, max_logprob_gap=1e9),
-        OpdSection(num_caches=2),
+        OpdSection(num_caches=3, cache_memory="pinned_host"),
         OptimizerSection(),
         MODEL,
         init_on_mesh(MODEL, 0, mesh),
@@ -42,7 +42,7 @@ def main() -> None:
     )
     distiller.warm_up()
     whole = jax.tree.map(jnp.asarray, jax.device_get(distiller.state.params))
-    cases = [oc.random_case(seed) for seed in range(6)]
+    cases = [oc.random_case(seed) for seed in range(8)]
     total = oc.plain_gradient(MODEL, whole, cases)
     want = jax.tree.map(lambda g: -g / oc.num_scored(cases), total)
     distances = []
@@ -54,16 +54,28 @@ def main() -> None:
     paths = dict(distiller.update().paths)
     programs = distiller._programs
     batch, caches = map(device_bytes, (programs.placement.accumulator, programs.caches))
-    donated = {Part.FORWARD: caches, Part.WHOLE: batch}
+    donated = {Part.FORWARD: caches, Part.WHOLE: batch, Caches.READ: 0, Caches.WRITE: caches}
     found = {}
     for name, compiled in programs._compiled.items():
-        if isinstance(name, Turn):
+        if isinstance(name, Turn | Caches) and name is not Caches.ZERO:
+            part = name.part if isinstance(name, Turn) else name
             report = topology.describe(compiled, mesh)
-            found[f"{name.part.value} {name.prefix_bucket}"] = {
+            found[str(name)] = {
                 "crosses_data": report.collectives["data"][0],
-                "is_in_place": report.alias_bytes >= donated.get(name.part, batch + caches),
+                "is_in_place": report.alias_bytes >= donated.get(part, batch + caches),
             }
-    print(json.dumps({"distances": distances, "paths": paths, "programs": found}))
+    pages = distiller._buffers._caches._pages
+    assert pages is not None
+    print(
+        json.dumps(
+            {
+                "distances": distances,
+                "paths": paths,
+                "programs": found,
+                "num_moved": pages.num_moved,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":
