@@ -339,7 +339,7 @@ def test_a_gradient_that_is_not_finite_names_its_trajectory_and_updates_nothing(
 
 
 def test_on_a_mesh_the_gradient_is_the_same_and_replicas_do_not_communicate():
-    """Two replicas of four devices, with caches for some of the trajectories, partly in the host."""
+    """Two replicas of four devices; caches for some of the trajectories, partly in the host."""
     done = subprocess.run(
         [sys.executable, str(TESTS / "turn_mesh_run.py"), "2", "2", "2"],
         env={**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8"},
