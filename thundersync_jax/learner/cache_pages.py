@@ -66,11 +66,13 @@ class CachePages:
     def _exchange(self, caches: TrajectoryCaches, exchanges: Exchanges) -> TrajectoryCaches:
         index = np.array([0 if e is None else e.place for e in exchanges], np.int32)
         leaves, structure = jax.tree.flatten(self._programs.read_cache(caches, index))
+        leaving = [e.leaving for e in exchanges if e is not None and e.leaving is not None]
+        entering = [e.entering for e in exchanges if e is not None and e.entering is not None]
+        self._pages |= {sequence: {} for sequence in leaving}
         leaves = [self._replaced(number, leaf, exchanges) for number, leaf in enumerate(leaves)]
-        for exchange in filter(None, exchanges):
-            if exchange.entering is not None:
-                del self._pages[exchange.entering]
-            self.num_moved += (exchange.leaving is not None) + (exchange.entering is not None)
+        for sequence in entering:
+            del self._pages[sequence]
+        self.num_moved += len(leaving) + len(entering)
         return self._programs.write_cache(caches, index, jax.tree.unflatten(structure, leaves))
 
     def _replaced(self, number: int, leaf: jax.Array, exchanges: Exchanges) -> jax.Array:
@@ -78,15 +80,13 @@ class CachePages:
         shards = []
         for shard in leaf.addressable_shards:
             exchange, data = exchanges[shard.index[0].start or 0], shard.data
+            key, device = (number, shard.device), data.sharding
             if exchange is not None and exchange.leaving is not None:
-                page = self._pages.setdefault(exchange.leaving, {})
-                page[number, shard.device] = _copy(
-                    data, data.sharding.with_memory_kind("pinned_host")
-                )
+                host = device.with_memory_kind("pinned_host")
+                self._pages[exchange.leaving][key] = _copy(data, host)
             if exchange is not None and exchange.entering is not None:
-                device = data.sharding
                 data.delete()  # freed before its successor comes
-                data = _copy(self._pages[exchange.entering].pop((number, shard.device)), device)
+                data = _copy(self._pages[exchange.entering].pop(key), device)
             shards.append(data)
         return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards)
 
