@@ -63,6 +63,7 @@ def test_every_order_gives_the_gradient_of_whole_trajectories(stream_turns, num_
         distiller.abandon()
 
 
+@pytest.mark.slow
 def test_every_order_gives_the_same_gradient_in_float64():
     with jax.enable_x64(True):
         model = lc.tiny("float64")

@@ -119,7 +119,14 @@ def mean_cases() -> list[lc.Case]:
     return [dataclasses.replace(c, rewards=r) for c, r in zip(batch(1), rewards, strict=False)]
 
 
-@pytest.mark.parametrize("name", ["grpo_kl_entropy", "dapo", "reinforce_pp"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "dapo",
+        pytest.param("grpo_kl_entropy", marks=pytest.mark.slow),
+        pytest.param("reinforce_pp", marks=pytest.mark.slow),
+    ],
+)
 def test_every_kind_of_objective_has_the_same_bits_for_every_order(name: str):
     """What streams by trajectory, group and batch; each with terms that count failed attempts."""
     objective, options = OBJECTIVES[name]

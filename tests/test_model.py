@@ -208,7 +208,7 @@ def test_presets_have_the_published_number_of_parameters(name: str, count: int) 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_parameter_has_one_logical_axis_per_dimension(name: str) -> None:
-    config = preset(name, vocab_size=13 if name == "tiny" else 0)
+    config = preset(name, vocab_size=13 if name in ("micro", "tiny") else 0)
     shapes, axes = transformer.abstract_params(config), transformer.logical_axes(config)
     known = {"embed", "heads", "kv_heads", "head_dim", "mlp", "vocab", "layers"}
 

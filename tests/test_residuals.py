@@ -36,7 +36,8 @@ def descent(distiller: Distiller, cases: list[oc.TurnCase]) -> Any:
     return jax.tree.map(lambda g: -g / oc.num_scored(cases), total)
 
 
-@pytest.mark.parametrize("remat", ["none", pytest.param("block", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", ["none", "block"])
 def test_every_order_gives_the_gradient_of_whole_trajectories(remat):
     distiller = shared(NUM_RESIDUALS, remat)
     cases = [oc.random_case(seed) for seed in range(5)]
@@ -63,7 +64,9 @@ def test_a_replay_from_residuals_and_one_with_a_forward_pass_agree():
     assert lc.rel_l2(gradients[1], gradients[0]) <= 1e-6
 
 
-@pytest.mark.parametrize(("remat", "most"), [("none", 0.7), ("block", 0.75)])
+@pytest.mark.parametrize(
+    ("remat", "most"), [("none", 0.7), pytest.param("block", 0.75, marks=pytest.mark.slow)]
+)
 def test_a_replay_from_residuals_has_no_forward_products(remat, most):
     """Nine products of a layer: q, k, v, scores, values, o, gate, up, down. Of three passes two are
     left, and of four with rematerialization of blocks three; nothing kept holds a parameter.
