@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import itertools
 import math
 from pathlib import Path
 
@@ -290,12 +291,56 @@ def test_advantages_that_stop_being_affine_are_refused_when_their_group_closes()
         advantages_of(objective, np.array([0.0, 1.0, 100.0]))
 
 
+CALLS = itertools.count(1)
 REFUSED = {
     "reads its advantage": (
         {"score": token_scores.ClippedSurrogate(low=0.2, high=0.2)},
         r"declares streams = 'trajectory': score raised .*Streams.GROUP alone",
     ),
-    "a number for a lane": ({"score": lambda t: jnp.sum(t.logprobs)}, r"has shape \(\), expected"),
+    "a number for a lane": ({"score": lambda t: jnp.sum(t.logprobs)}, r"of shape \(\), expected"),
+    "complex scores": ({"score": lambda t: 1j * t.logprobs}, "is complex64 .* expected one real"),
+    "a score that fails on long trajectories": (
+        {"score": lambda t: t.logprobs if t.logprobs.shape[0] < 8 else 1 / 0},
+        "score raised ZeroDivisionError",
+    ),
+    "a score that changes": (
+        {"score": lambda t: t.logprobs * next(CALLS)},
+        "not the same when it is asked for again",
+    ),
+    "advantages that change": (
+        {"advantages": lambda r: r * next(CALLS)},
+        "expected the same ones whenever they are asked for",
+    ),
+    "advantages that are texts": (
+        {"advantages": lambda r: r.astype(str)},
+        "one finite number each",
+    ),
+    "complex advantages": ({"advantages": lambda r: 1j * r}, "one finite number each"),
+    "advantages that fail in groups of four": (
+        {"advantages": lambda r: r - r.mean() if r.size != 4 else 1 / 0},
+        "trying it raised ZeroDivisionError",
+    ),
+    "weights of another shape": ({"token_weights": lambda m: np.ones(1)}, "of 6 tokens have shape"),
+    "weights below 0 far into a trajectory": (
+        {"token_weights": lambda m: np.where(m, 7.0 - np.arange(m.size), 0.0)},
+        "that of token 9 of 64, an action, is -2.0",
+    ),
+    "weights that fail": ({"token_weights": lambda m: 1 / 0}, "trying it raised ZeroDivisionError"),
+    "no number for a reward": (
+        {"shape_reward": lambda r, n: None},
+        "shape_reward.* is None: expec",
+    ),
+    "a reward that is not finite": (
+        {"shape_reward": lambda r, n: math.nan},
+        "is nan: expected a f",
+    ),
+    "groups kept as an array": ({"keeps_group": lambda r: r > 0}, "keeps_group.*expected True or"),
+    "a normalizer by name": ({"normalizer": "token_mean"}, "'token_mean', expected a Normalizer"),
+    "a kind by name": (
+        {"normalizer": Normalizer(kind="sum")},
+        "kind = 'sum', expected a Kind: one",
+    ),
+    "a term by name": ({"terms": ("kl",)}, "terms = 'kl', expected a Term"),
     "not finite at 0": ({"score": lambda t: jnp.sqrt(t.logprobs)}, "gradient .* is not finite"),
     "advantages of another length": (
         {"advantages": lambda r: r[:-1]},
@@ -314,7 +359,10 @@ REFUSED = {
         },
         "score does not double with its advantages",
     ),
-    "another type": ({"streams": "trajectory"}, "streams = 'trajectory', expected one of"),
+    "another type": (
+        {"streams": "trajectory"},
+        "streams = 'trajectory', expected a Streams: one of",
+    ),
 }
 
 
@@ -330,7 +378,7 @@ def test_token_weights_that_are_negative_or_not_finite_are_refused(weights: floa
     objective = declared(token_weights=lambda mask: np.where(mask, weights, 0.0))
     with pytest.raises(ValueError, match="token weights must be finite, at least 0"):
         check_objective(objective)
-    with pytest.raises(ValueError, match="0 where the token is not an action"):
+    with pytest.raises(ValueError, match=r"token 1 of 2, no action, is 1\.0"):
         token_weights(declared(token_weights=np.ones_like), np.array([True, False]))
 
 
@@ -338,6 +386,9 @@ def test_token_weights_that_are_negative_or_not_finite_are_refused(weights: floa
     ("name", "options", "message"),
     [
         ("gripo", {}, "'gripo' is not built in. Did you mean 'grpo'"),
+        ("GRPO", {}, "Did you mean 'grpo'"),
+        (":f", {}, "expected 'package.module:function'"),
+        ("sys:exit", {}, "with config.learner.objective_options = {} raised SystemExit"),
         ("no.module:f", {}, "importing no.module raised"),
         ("math:nothing", {}, "has no 'nothing'"),
         ("math:sqrt", {"x": 1}, "with config.learner.objective_options"),

@@ -17,9 +17,11 @@ from thundersync_jax.errors import ConfigError
 def import_factory(name: str, key: str) -> Callable[..., Any]:
     """The function that `config.<key>` = "package.module:function" names; ConfigError."""
     module_name, _, attribute = name.partition(":")
+    if not module_name or not attribute:
+        raise ConfigError(f"config.{key} = {name!r}: expected 'package.module:function'")
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # a user's code, whatever it raises
+    except (Exception, SystemExit) as error:  # a user's code, whatever it raises
         raise ConfigError(
             f"config.{key} = {name!r}: importing {module_name} raised {describe_error(error)}. "
             "Modules are looked up in the current directory, on PYTHONPATH and among the installed "
@@ -39,14 +41,14 @@ def call_factory(
     """`factory(**options)`; ConfigError names the options and what was raised."""
     try:
         return factory(**options)
-    except Exception as error:  # a user's code, whatever it raises
+    except (Exception, SystemExit) as error:  # a user's code, whatever it raises
         raise ConfigError(
             f"{name} with config.{options_key} = {dict(options)!r} raised "
             f"{describe_error(error)}. Mend the options, or the function"
         ) from error
 
 
-def describe_error(error: Exception) -> str:
+def describe_error(error: BaseException) -> str:
     """Type, message and place of an exception of a user's code."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     where = "" if "importlib" in last.filename else f" ({last.filename}, line {last.lineno})"

@@ -17,7 +17,7 @@ from thundersync_jax.config_reference import INITIAL
 from thundersync_jax.errors import ConfigError
 from thundersync_jax.learner.checkpoint import Checkpointer
 from thundersync_jax.losses.objective import Objective
-from thundersync_jax.model.presets import TransformerConfig, preset
+from thundersync_jax.model.presets import ModelError, TransformerConfig, preset
 from thundersync_jax.model.sharded import init_on_mesh
 from thundersync_jax.model.transformer import Params, abstract_params
 from thundersync_jax.rollout.chat import Tokenizer
@@ -153,7 +153,10 @@ def _model_of(key: str, source: WorkDirectory, tokenizer: Tokenizer) -> Transfor
     if not _has_checkpoint(source):
         raise ConfigError(f"{name} has no checkpoints: train it first")
     vocab_size = model.vocab_size or tokenizer.vocab_size
-    return preset(model.preset, vocab_size=vocab_size, dtype=model.dtype)
+    try:
+        return preset(model.preset, vocab_size=vocab_size, dtype=model.dtype)
+    except ModelError as error:
+        raise ConfigError(f"{name}, in its config.json: {error}") from error
 
 
 def _has_checkpoint(workdir: WorkDirectory) -> bool:

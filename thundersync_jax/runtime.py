@@ -27,6 +27,7 @@ from thundersync_jax.frozen_policy import FrozenPolicy, find_frozen_policy
 from thundersync_jax.learner.compilation import compile_apart
 from thundersync_jax.learner.distiller import Distiller
 from thundersync_jax.learner.learner import Learner
+from thundersync_jax.losses.objective_check import check_turns
 from thundersync_jax.losses.objectives import make_objective
 from thundersync_jax.model.presets import TransformerConfig, preset
 from thundersync_jax.model.sharded import check_mesh, init_on_mesh
@@ -103,6 +104,8 @@ async def build(
     """Makes every part; raises ConfigError and the parts' own errors for what cannot work."""
     began_s = time.monotonic()
     objective = make_objective(config.learner.objective, config.learner.objective_options)
+    if config.learner.stream_turns != "never":
+        check_turns(objective)
     suite = load_suite(config.env)
     tokenizer = word_tokenizer(suite.vocabulary)
     model = make_model(config, tokenizer)

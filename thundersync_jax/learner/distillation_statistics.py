@@ -9,7 +9,12 @@ import numpy as np
 
 from thundersync_jax.learner.groups import Group, Stage
 from thundersync_jax.learner.replay_count import ReplayCount
-from thundersync_jax.learner.statistics import LogprobGapError, NonFiniteGradientError, Note
+from thundersync_jax.learner.statistics import (
+    REPLAY_ADVICE,
+    LogprobGapError,
+    NonFiniteGradientError,
+    Note,
+)
 from thundersync_jax.learner.turn_schedule import SegmentKind, SegmentLane
 from thundersync_jax.learner.turns import TurnSequence
 from thundersync_jax.model.presets import TransformerConfig
@@ -64,7 +69,7 @@ class DistillationStatistics:
                 f"{sequence.name}: sampler and learner differ by {note.gap_max:.3g} nats at one "
                 f"token, more than learner.max_logprob_gap = {self._max_logprob_gap}. Check that "
                 "both use the same weights, temperature and dtype, or set opd.ratio_cap to weight "
-                "the difference"
+                f"the difference. {REPLAY_ADVICE}"
             )
 
     def report(

@@ -24,6 +24,13 @@ class NonFiniteGradientError(UserError, ArithmeticError):
     """A gradient with inf or NaN; names its trajectories. Nothing was updated."""
 
 
+REPLAY_ADVICE = (
+    "If many steps were replayed without a checkpoint, rounding has grown from step to step: raise "
+    "learner.max_logprob_gap, save more often (checkpoint.every_steps), or use learner.reduction = "
+    "'exact', whose replays have the same bits"
+)
+
+
 class LogprobGapError(UserError, ArithmeticError):
     """Sampler and learner disagree by more than `learner.max_logprob_gap`; nothing was updated."""
 
@@ -120,7 +127,7 @@ class StepStatistics:
                 f"{_name(lane)}: sampler and learner differ by {note.gap_max:.3g} nats at one "
                 f"token, more than learner.max_logprob_gap = {limit}. Check that both use the same "
                 "weights, temperature and dtype, or take an objective that weighs the difference: "
-                "learner.objective_options.tis_cap = 2 does"
+                f"learner.objective_options.tis_cap = 2 does. {REPLAY_ADVICE}"
             )
 
     def _counted(self) -> list[tuple[LaneWork, Note]]:

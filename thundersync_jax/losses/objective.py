@@ -31,9 +31,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from thundersync_jax.errors import UserError
 from thundersync_jax.losses.normalizers import Normalizer
 
 TOKEN_MEAN = Normalizer()
+
+
+class ObjectiveError(UserError, ValueError):
+    """An objective that is not what it declares: what was found, and what to declare."""
 
 
 class Streams(enum.Enum):
@@ -212,7 +217,7 @@ def _masked(tokens: Tokens) -> Tokens:
 
 
 def token_weights(objective: Objective, action_mask: np.ndarray) -> np.ndarray:
-    """Weights of the score: float32 [T]. Raises ValueError for what is negative or not finite."""
+    """Weights of the score: float32 [T]. Raises ObjectiveError for what cannot be weights."""
     return unscaled_weights(objective, action_mask) * length_scale(objective, action_mask)
 
 
@@ -223,13 +228,21 @@ def length_scale(objective: Objective, action_mask: np.ndarray) -> np.float32:
 
 def unscaled_weights(objective: Objective, action_mask: np.ndarray) -> np.ndarray:
     """`token_weights` without what depends on the trajectory's length."""
-    weights = np.asarray(objective.token_weights(action_mask), np.float32)
-    is_valid = weights.shape == action_mask.shape and np.all(np.isfinite(weights) & (weights >= 0))
-    if not is_valid or np.any(weights[~action_mask]):
-        raise ValueError(
-            f"objective {objective.name!r}: token weights must be finite, at least 0, and 0 where "
-            f"the token is not an action: one of each of {action_mask.shape[0]} tokens, got "
-            f"{weights.tolist() if weights.size < 9 else weights.shape}"
+    name = f"objective {objective.name!r}"
+    expected = "finite, at least 0, and 0 off the action mask"
+    weights = np.asarray(objective.token_weights(action_mask.copy()), np.float32)
+    if weights.shape != action_mask.shape:
+        raise ObjectiveError(
+            f"{name}: token weights of {action_mask.shape[0]} tokens have shape {weights.shape}: "
+            f"expected one a token, {expected}"
+        )
+    is_bad = ~np.isfinite(weights) | (weights < 0) | (~action_mask & (weights != 0))
+    if np.any(is_bad):
+        at = int(np.argmax(is_bad))
+        kind = "an action" if action_mask[at] else "no action"
+        raise ObjectiveError(
+            f"{name}: token weights must be {expected}: that of token {at} of {weights.size}, "
+            f"{kind}, is {weights[at]}"
         )
     return weights
 

@@ -7,6 +7,9 @@ calls `check_objective`; `advantages_of` is asked again whenever a group closes.
 
 from __future__ import annotations
 
+import enum
+from collections.abc import Iterator
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,10 +17,13 @@ import numpy as np
 from thundersync_jax.errors import UserError
 from thundersync_jax.factory import describe_error
 from thundersync_jax.losses.advantages import AffineAdvantage, affine_advantage
-from thundersync_jax.losses.normalizers import Kind
+from thundersync_jax.losses.normalizers import Kind, Normalizer
 from thundersync_jax.losses.objective import (
     Objective,
+    ObjectiveError,
+    Scope,
     Streams,
+    Term,
     Tokens,
     every_group,
     lane_sums,
@@ -27,23 +33,79 @@ from thundersync_jax.losses.objective import (
 )
 
 _LENGTH = 6
+_LENGTHS = (_LENGTH, 64)  # of a trajectory
+_SIZES = range(1, 17)  # of a group, or of a step
 _RELATIVE = 1e-9  # of the greatest advantage: float64 leaves 1e-15 of rewards near 1
 
 
-class ObjectiveError(UserError, ValueError):
-    """An objective that is not what it declares: what was found, and what to declare."""
-
-
 def check_objective(objective: Objective) -> None:
-    """Raises ObjectiveError, or ValueError for its token weights."""
-    _check_declaration(objective)
-    for size in (1, 2, 3, 5, 8):
-        for seed in range(4):
-            rng = np.random.default_rng((size, seed))
-            rewards = rng.normal(1.0, 2.0, size) if seed else rng.integers(0, 2, size) * 1.0
-            found, _ = advantages_of(objective, rewards)
-            scale_of(objective, found)
-    _check_score(objective)
+    """Raises ObjectiveError, whatever the objective's own functions raise or return."""
+    try:
+        _check_types(objective)
+        _check_declaration(objective)
+        for size in _SIZES:
+            for seed in range(4):
+                rng = np.random.default_rng((size, seed))
+                _check_rewards(
+                    objective,
+                    rng.normal(1.0, 2.0, size) if seed else rng.integers(0, 2, size) * 1.0,
+                )
+        for length in _LENGTHS:
+            _check_score(objective, length)
+    except UserError:
+        raise
+    except Exception as error:  # a user's code, whatever it raises
+        raise ObjectiveError(
+            f"objective {objective.name!r}: trying it raised {describe_error(error)}. "
+            "docs/objectives.md says what its functions are given and what they return"
+        ) from error
+
+
+def _check_types(objective: Objective) -> None:
+    for field, value, kind in _typed_fields(objective):
+        if not isinstance(value, kind):
+            members = f": one of {[str(k) for k in kind]}" if issubclass(kind, enum.Enum) else ""
+            raise ObjectiveError(
+                f"objective {objective.name!r}: {field} = {value!r}, expected a "
+                f"{kind.__name__}{members}"
+            )
+
+
+def _typed_fields(objective: Objective) -> Iterator[tuple[str, object, type]]:
+    """Dataclasses check none."""
+    yield "streams", objective.streams, Streams
+    yield "normalizer", objective.normalizer, Normalizer
+    yield "normalizer.kind", objective.normalizer.kind, Kind
+    yield "terms", objective.terms, tuple
+    for term in objective.terms:
+        yield "terms", term, Term
+        yield f"{term.name}: scope", term.scope, Scope
+        yield f"{term.name}: normalizer", term.normalizer, Normalizer
+
+
+def _check_rewards(objective: Objective, rewards: np.ndarray) -> None:
+    """What is made of a group's rewards, as graded."""
+    name = f"objective {objective.name!r}"
+    found, _ = advantages_of(objective, rewards)
+    again, _ = advantages_of(objective, rewards)
+    if not np.array_equal(found, again):
+        raise ObjectiveError(
+            f"{name}: the rewards {rewards.tolist()} have the advantages {found.tolist()} and then "
+            f"{again.tolist()}: expected the same ones whenever they are asked for"
+        )
+    scale_of(objective, found)
+    for num_tokens in (0, 1, 1000):
+        shaped = objective.shape_reward(float(rewards[0]), num_tokens)
+        if not isinstance(shaped, float | int) or not np.isfinite(shaped):
+            raise ObjectiveError(
+                f"{name}: shape_reward({rewards[0]}, {num_tokens}) is {shaped!r}: expected a "
+                "finite number"
+            )
+    keeps = objective.keeps_group(rewards.copy())
+    if not isinstance(keeps, bool | np.bool_):
+        raise ObjectiveError(
+            f"{name}: keeps_group({rewards.tolist()}) is {keeps!r}: expected True or False"
+        )
 
 
 def check_turns(objective: Objective) -> None:
@@ -109,10 +171,6 @@ def _check_separable(objective: Objective, remedy: str) -> None:
 
 def _check_declaration(objective: Objective) -> None:
     name = f"objective {objective.name!r}"
-    if not isinstance(objective.streams, Streams):
-        raise ObjectiveError(
-            f"{name}: streams = {objective.streams!r}, expected one of {[str(s) for s in Streams]}"
-        )
     if objective.group_terms and objective.is_linear:
         raise ObjectiveError(
             f"{name}: terms of scope GROUP ({', '.join(t.name for t in objective.group_terms)}) "
@@ -164,10 +222,11 @@ def advantages_of(
     if not rewards.size:
         return np.zeros(0), affine_advantage(rewards, rewards)
     name = f"objective {objective.name!r}"
-    found = np.asarray(objective.advantages(rewards.copy()), np.float64)
+    values = np.asarray(objective.advantages(rewards.copy()))
+    found = values.astype(np.float64) if values.dtype.kind in "fiu" else np.full(0, np.nan)
     if found.shape != rewards.shape or not np.all(np.isfinite(found)):
         raise ObjectiveError(
-            f"{name}: the rewards {rewards.tolist()} have the advantages {found.tolist()}: "
+            f"{name}: the rewards {rewards.tolist()} have the advantages {values.tolist()}: "
             "expected one finite number each"
         )
     if not objective.is_linear:
@@ -203,26 +262,26 @@ def scale_of(objective: Objective, advantages: np.ndarray) -> float:
     return scale
 
 
-def _check_score(objective: Objective) -> None:
-    """Its shape and gradient on a few tokens; the advantages are withheld where it streams."""
-    mask = np.arange(_LENGTH) % 3 != 2
+def _check_score(objective: Objective, length: int) -> None:
+    """Its shape and gradient on some tokens; the advantages are withheld where it streams."""
+    mask = np.arange(length) % 3 != 2
     rng = np.random.default_rng(0)
-    logprobs = jnp.asarray(rng.uniform(-3, -0.1, _LENGTH), jnp.float32)
+    logprobs = jnp.asarray(rng.uniform(-3, -0.1, length), jnp.float32)
     tokens = Tokens(
         logprobs=logprobs,
         behavior_logprobs=logprobs + 0.1,
         action_mask=jnp.asarray(mask),
-        segment_ids=jnp.ones(_LENGTH, jnp.int32),
-        advantages=None if objective.is_linear else jnp.ones(_LENGTH, jnp.float32),
+        segment_ids=jnp.ones(length, jnp.int32),
+        advantages=None if objective.is_linear else jnp.ones(length, jnp.float32),
         reference_logprobs=logprobs - 0.1 if objective.needs_reference else None,
-        entropy=jnp.ones(_LENGTH, jnp.float32) if objective.needs_entropy else None,
+        entropy=jnp.ones(length, jnp.float32) if objective.needs_entropy else None,
     )
     weights = jnp.asarray(token_weights(objective, mask))
     others = jnp.asarray(term_weights(objective, mask)) if objective.term_sums else None
     parts = {"score": objective.score, **{t.name: t.value for t in objective.terms}}
     for part, function in parts.items():
         try:
-            shape = jnp.shape(function(tokens))
+            values, again = jnp.asarray(function(tokens)), jnp.asarray(function(tokens))
         except Exception as error:  # a user's code, whatever it raises
             raise ObjectiveError(
                 f"objective {objective.name!r}, which declares streams = "
@@ -230,13 +289,18 @@ def _check_score(objective: Objective) -> None:
                 "Tokens.advantages is there with Streams.GROUP alone, and reference_logprobs and "
                 "entropy where a term says that it needs them"
             ) from error
-        if shape != (_LENGTH,):
+        if values.shape != (length,) or not jnp.issubdtype(values.dtype, jnp.floating):
             raise ObjectiveError(
-                f"objective {objective.name!r}: {part} of {_LENGTH} tokens has shape {shape}, "
-                f"expected one number a token"
+                f"objective {objective.name!r}: {part} of {length} tokens is {values.dtype} of "
+                f"shape {values.shape}, expected one real number a token"
+            )
+        if not np.array_equal(values, again, equal_nan=True):
+            raise ObjectiveError(
+                f"objective {objective.name!r}: {part} is not the same when it is asked for again: "
+                "it is compiled once, so it must depend on its tokens alone"
             )
     if objective.advantage_scale is not None and not objective.is_linear:
-        double = objective.score(tokens.replace(advantages=2 * jnp.ones(_LENGTH)))
+        double = objective.score(tokens.replace(advantages=2 * jnp.ones(length)))
         if not np.allclose(double, 2 * objective.score(tokens)):
             raise ObjectiveError(
                 f"objective {objective.name!r}: score does not double with its advantages, so "

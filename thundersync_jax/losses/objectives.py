@@ -314,7 +314,7 @@ def make_objective(name: str, options: Mapping[str, Any]) -> Objective:
         objective = call_factory(factory, name, options, _KEY)
     else:
         if name not in BUILT_IN:
-            near = difflib.get_close_matches(name, BUILT_IN, n=1, cutoff=0.0)[0]
+            near = difflib.get_close_matches(name.lower(), BUILT_IN, n=1, cutoff=0.0)[0]
             raise ConfigError(
                 f"config.learner.objective = {name!r} is not built in. Did you mean {near!r}? "
                 f"There are {', '.join(BUILT_IN)}; one of your own is 'package.module:function'"
