@@ -84,6 +84,9 @@ def test_a_work_directory_is_a_policy_of_its_own_shapes(key: str, other: Path, t
     found = find(configured(**{key: str(other)}, options=options), tmp_path / "run")
     vocab_size = word_tokenizer(WORDS).vocab_size
     assert found is not None and found.model == preset("micro", vocab_size=vocab_size)
+    unreadable = rf"config.{key.replace('_', '.')} names a run whose newest checkpoint cannot be"
+    with pytest.raises(ConfigError, match=unreadable):  # an empty directory
+        load_weights(found)
 
 
 @pytest.mark.parametrize("key", ["opd.teacher", "reference.policy"])

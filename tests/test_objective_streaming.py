@@ -315,6 +315,7 @@ def test_terms_count_in_groups_without_an_advantage(rewards):
     report = learner.update()
     assert not report.is_empty and report.policy_version == version + 1
     assert sum(report.paths.values()) == sum(r is not None for r in rewards)
+    assert report.logprob_gap_max > 0  # it is watched where the terms alone train
 
 
 @pytest.mark.parametrize("rewards", [(0.5, 0.5), (None, None)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from thundersync_jax.config_sampling import MIN_SAMPLING
 from thundersync_jax.config_sections import mutable
 from thundersync_jax.errors import check, check_choice
 
@@ -43,7 +44,9 @@ class OpdSection:
     ratio_cap: float = 0.0
 
     def __post_init__(self) -> None:
-        check(self.temperature > 0, "opd.temperature", self.temperature, "above 0")
+        is_temperature = MIN_SAMPLING <= self.temperature <= 1 / MIN_SAMPLING
+        limits = f"a number from {MIN_SAMPLING:g} to {1 / MIN_SAMPLING:g}"
+        check(is_temperature, "opd.temperature", self.temperature, limits)
         check_choice("opd.stream_turns", self.stream_turns, ("idle", "always", "never"))
         check_choice("opd.cache_memory", self.cache_memory, ("device", "pinned_host"))
         for key in ("num_caches", "num_residuals"):

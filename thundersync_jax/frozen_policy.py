@@ -15,7 +15,7 @@ import jax
 from thundersync_jax.config import RunConfig, from_dict
 from thundersync_jax.config_reference import INITIAL
 from thundersync_jax.errors import ConfigError
-from thundersync_jax.learner.checkpoint import Checkpointer
+from thundersync_jax.learner.checkpoint import Checkpointer, CheckpointError
 from thundersync_jax.losses.objective import Objective
 from thundersync_jax.model.presets import ModelError, TransformerConfig, preset
 from thundersync_jax.model.sharded import init_on_mesh
@@ -95,6 +95,11 @@ def load_weights(policy: FrozenPolicy) -> Params:
                 f"config.{policy.key}: {policy.source.checkpoints} holds no checkpoint any more"
             )
         return checkpoints.restore_policy(like, newest)[0]
+    except CheckpointError as error:
+        raise ConfigError(
+            f"config.{policy.key} names a run whose newest checkpoint cannot be read: {error}. Or "
+            "name another run"
+        ) from error
     finally:
         checkpoints.close()
 
@@ -141,7 +146,7 @@ def _model_of(key: str, source: WorkDirectory, tokenizer: Tokenizer) -> Transfor
         model, fingerprint = from_dict(saved["config"]).model, saved["tokenizer"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"{name}: expected the work directory of a run, with a config.json "
+            f"{name}: expected the work directory of a run that has saved, with a config.json "
             f"({type(error).__name__}: {error})"
         ) from error
     if fingerprint != tokenizer.fingerprint:

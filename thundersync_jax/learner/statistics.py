@@ -62,7 +62,7 @@ class StepStatistics:
     """Collects what calls said of the trajectories that were folded in one step.
 
     A group without an advantage adds nothing to the gradient but its terms, whether its members
-    were folded before the last reward or never: they are not counted.
+    were folded before the last reward or never: without terms they are not counted.
     """
 
     def __init__(
@@ -105,8 +105,7 @@ class StepStatistics:
 
     def check_finite(self) -> None:
         """Raises NonFiniteGradientError."""
-        folded = self._terms or self._counted()
-        names = [_name(lane) for lane, note in folded if not note.is_finite]
+        names = [_name(lane) for lane, note in self._counted() if not note.is_finite]
         if names:
             more = f"; and {len(names) - 8} more" if len(names) > 8 else ""
             raise NonFiniteGradientError(
@@ -131,6 +130,8 @@ class StepStatistics:
             )
 
     def _counted(self) -> list[tuple[LaneWork, Note]]:
+        if self._terms:
+            return self._terms
         groups = {lane.group for lane, _ in self._notes}
         zero = {group for group in groups if group.is_zero}
         return [(lane, note) for lane, note in self._notes if lane.group not in zero]

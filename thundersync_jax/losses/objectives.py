@@ -87,7 +87,13 @@ class Common:
         check_choice(f"{_KEY}.terms_scope", self.terms_scope, tuple(s.value for s in Scope))
         for key in ("kl", "entropy", "distillation"):
             _check_least(f"{key}_coefficient", getattr(self, f"{key}_coefficient"), 0)
-        _check_least("distillation_ratio_cap", self.distillation_ratio_cap, 0)
+        for key in (
+            "distillation_ratio_cap",
+            "normalizer_tokens",
+            "overlong_tokens",
+            "overlong_cache",
+        ):
+            _check_least(key, getattr(self, key), 0)
         check(
             not (self.kl_coefficient and self.distillation_coefficient),
             f"{_KEY}.kl_coefficient",
