@@ -100,7 +100,7 @@ def want() -> tuple[list[bytes], list[int]]:
     return bits(learner), [r.num_promotions for r in reports]
 
 
-@pytest.mark.parametrize("pool_size", [1, 2])
+@pytest.mark.parametrize("pool_size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_weights_have_the_same_bits_for_every_order_path_mix_pool_and_mode(pool_size: int):
     paths: set[str] = set()
     for order in range(3):
@@ -119,14 +119,8 @@ def mean_cases() -> list[lc.Case]:
     return [dataclasses.replace(c, rewards=r) for c, r in zip(batch(1), rewards, strict=False)]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "dapo",
-        pytest.param("grpo_kl_entropy", marks=pytest.mark.slow),
-        pytest.param("reinforce_pp", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dapo", "grpo_kl_entropy", "reinforce_pp"])
 def test_every_kind_of_objective_has_the_same_bits_for_every_order(name: str):
     """What streams by trajectory, group and batch; each with terms that count failed attempts."""
     objective, options = OBJECTIVES[name]

@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import jax
 import jax.numpy as jnp
@@ -194,7 +194,13 @@ ALL_PATHS = {
     "prompt_slots": 2,
     "min_shared_tokens": 8,
 }
+# Whose programs are unlike the others'; every objective's are slow tests, each compiles in seconds.
+DISTINCT = ("grpo", "grpo_kl_entropy", "grpo_kl_of_groups", "dapo", "gspo", "reinforce_pp", "ppo")
 KINDS = ("grpo_kl_entropy", "dapo", "reinforce_pp")
+
+
+def slow(names: Iterable[str]) -> list:
+    return [pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -251,7 +257,9 @@ def slope(name: str, model, params, cases, direction) -> float:
     return (values[0] - values[1]) / 2e-5
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize(
+    "name", [*DISTINCT, *slow(name for name in OBJECTIVES if name not in DISTINCT)]
+)
 def test_every_objective_equals_the_reference_and_the_finite_differences_of_its_formula(name: str):
     """float64; one pair, failures before and after their content."""
     with jax.enable_x64(True):

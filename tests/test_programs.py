@@ -57,7 +57,7 @@ def check_on_tpu(found: dict[str, Any], model: str) -> None:
         assert report["total_bytes"] < V5E_BYTES, name
 
 
-@pytest.mark.parametrize("reduction", ["ordered", "exact"])
+@pytest.mark.parametrize("reduction", ["ordered", pytest.param("exact", marks=pytest.mark.slow)])
 def test_replicas_do_not_communicate_before_the_update(reduction: str):
     flags = "--xla_force_host_platform_device_count=8"
     environment = {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
