@@ -9,12 +9,7 @@ import numpy as np
 
 from thundersync_jax.learner.groups import Group, Stage
 from thundersync_jax.learner.replay_count import ReplayCount
-from thundersync_jax.learner.statistics import (
-    REPLAY_ADVICE,
-    LogprobGapError,
-    NonFiniteGradientError,
-    Note,
-)
+from thundersync_jax.learner.statistics import Note, refuse_gap, refuse_non_finite
 from thundersync_jax.learner.turn_schedule import SegmentKind, SegmentLane
 from thundersync_jax.learner.turns import TurnSequence
 from thundersync_jax.model.presets import TransformerConfig
@@ -50,27 +45,15 @@ class DistillationStatistics:
     def check_finite(self) -> None:
         """Raises NonFiniteGradientError."""
         found = [sequence.name for sequence, note in self._notes if not note.is_finite]
-        names = list(dict.fromkeys(found))
-        if names:
-            more = f"; and {len(names) - 8} more" if len(names) > 8 else ""
-            raise NonFiniteGradientError(
-                f"the gradient is not finite for {'; '.join(names[:8])}{more}: look at its "
-                "log-probabilities and the weights. Nothing was updated: abandon() starts the step "
-                "again"
-            )
+        refuse_non_finite(list(dict.fromkeys(found)))
 
     def check_gap(self) -> None:
         """Raises LogprobGapError when the data are not on-policy and nothing weights that."""
         if not self._notes:
             return
         sequence, note = max(self._notes, key=lambda found: found[1].gap_max)
-        if note.gap_max > self._max_logprob_gap:
-            raise LogprobGapError(
-                f"{sequence.name}: sampler and learner differ by {note.gap_max:.3g} nats at one "
-                f"token, more than learner.max_logprob_gap = {self._max_logprob_gap}. Check that "
-                "both use the same weights, temperature and dtype, or set opd.ratio_cap to weight "
-                f"the difference. {REPLAY_ADVICE}"
-            )
+        remedy = "set opd.ratio_cap to weight the difference"
+        refuse_gap(sequence.name, note.gap_max, self._max_logprob_gap, remedy)
 
     def report(
         self,

@@ -24,13 +24,6 @@ class NonFiniteGradientError(UserError, ArithmeticError):
     """A gradient with inf or NaN; names its trajectories. Nothing was updated."""
 
 
-REPLAY_ADVICE = (
-    "If many steps were replayed without a checkpoint, rounding has grown from step to step: raise "
-    "learner.max_logprob_gap, save more often (checkpoint.every_steps), or use learner.reduction = "
-    "'exact', whose replays have the same bits"
-)
-
-
 class LogprobGapError(UserError, ArithmeticError):
     """Sampler and learner disagree by more than `learner.max_logprob_gap`; nothing was updated."""
 
@@ -56,6 +49,30 @@ def note_of(stats: np.ndarray, replica: int, lane: int) -> Note:
     """One lane of a call's statistics [R, STATISTICS, K]; see `streaming.accumulate`."""
     gap_sum, gap_max, is_finite = stats[replica, :, lane].tolist()
     return Note(gap_sum=gap_sum, gap_max=gap_max, is_finite=bool(is_finite))
+
+
+def refuse_non_finite(names: Sequence[str]) -> None:
+    """Raises NonFiniteGradientError if there are any."""
+    if names:
+        more = f"; and {len(names) - 8} more" if len(names) > 8 else ""
+        raise NonFiniteGradientError(
+            f"the score gradient is not finite for {'; '.join(names[:8])}{more}: look at its "
+            "log-probabilities and the weights. Nothing was updated: abandon() starts the step "
+            "again"
+        )
+
+
+def refuse_gap(name: str, gap: float, limit: float, remedy: str) -> None:
+    """Raises LogprobGapError for a gap above the limit."""
+    if gap > limit:
+        raise LogprobGapError(
+            f"{name}: sampler and learner differ by {gap:.3g} nats at one token, more than "
+            f"learner.max_logprob_gap = {limit}. Check that both use the same weights, temperature "
+            f"and dtype, or {remedy}. If many steps were replayed without a checkpoint, rounding "
+            "has grown from step to step: raise learner.max_logprob_gap, save more often "
+            "(checkpoint.every_steps), or use learner.reduction = 'exact', whose replays have the "
+            "same bits"
+        )
 
 
 class StepStatistics:
@@ -105,29 +122,16 @@ class StepStatistics:
 
     def check_finite(self) -> None:
         """Raises NonFiniteGradientError."""
-        names = [_name(lane) for lane, note in self._counted() if not note.is_finite]
-        if names:
-            more = f"; and {len(names) - 8} more" if len(names) > 8 else ""
-            raise NonFiniteGradientError(
-                f"the score gradient is not finite for {'; '.join(names[:8])}{more}: look at its "
-                "log-probabilities and the weights. Nothing was updated: abandon() starts the step "
-                "again"
-            )
+        refuse_non_finite([_name(lane) for lane, note in self._counted() if not note.is_finite])
 
     def check_gap(self) -> None:
         """Raises LogprobGapError when the data are not on-policy and nothing weights that."""
-        limit = self._max_logprob_gap
         counted = self._counted()
         if self._objective.weighs_sampler or not counted:
             return
         lane, note = max(counted, key=lambda found: found[1].gap_max)
-        if note.gap_max > limit:
-            raise LogprobGapError(
-                f"{_name(lane)}: sampler and learner differ by {note.gap_max:.3g} nats at one "
-                f"token, more than learner.max_logprob_gap = {limit}. Check that both use the same "
-                "weights, temperature and dtype, or take an objective that weighs the difference: "
-                f"learner.objective_options.tis_cap = 2 does. {REPLAY_ADVICE}"
-            )
+        remedy = "weigh the difference, as learner.objective_options.tis_cap = 2 does"
+        refuse_gap(_name(lane), note.gap_max, self._max_logprob_gap, remedy)
 
     def _counted(self) -> list[tuple[LaneWork, Note]]:
         if self._terms:
