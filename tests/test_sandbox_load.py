@@ -161,8 +161,14 @@ def traces(uids: set[int]) -> dict[str, set[str]]:
 
 def children() -> set[str]:
     """This process's children, zombies too."""
-    tasks = Path("/proc/self/task").iterdir()
-    return {pid for task in tasks for pid in (task / "children").read_text().split()}
+    own, found = str(os.getpid()), set()
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            # Behind its command's name, which may contain anything: state, parent.
+            state_and_parent = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[:2]
+            if state_and_parent[1] == own:
+                found.add(name)
+    return found
 
 
 def processes_of(uids: set[int]) -> set[str]:
