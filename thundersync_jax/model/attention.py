@@ -34,11 +34,13 @@ class Packed(struct.PyTreeNode):
     Attributes:
       positions, segment_ids: int32 [B, T].
       prefix_valid: bool [B, P], or None without a prefix.
+      window: int32 [], how many of the last tokens a query sees, or None for all.
     """
 
     positions: jax.Array
     segment_ids: jax.Array
     prefix_valid: jax.Array | None
+    window: jax.Array | None = None
 
 
 Mask = jax.Array | Packed | Visible
@@ -47,6 +49,15 @@ Mask = jax.Array | Packed | Visible
 def causal_mask(query_positions: jax.Array, key_positions: jax.Array) -> jax.Array:
     """Bool [B, T, S]: the key is not later than the query. Positions [B, T], [B, S] or [1, S]."""
     return key_positions[:, None, :] <= query_positions[:, :, None]
+
+
+def window_mask(
+    query_positions: jax.Array, key_positions: jax.Array, window: jax.Array | None
+) -> jax.Array:
+    """Bool [B, T, S]: the key is one of the query's last `window`; shapes as in `causal_mask`."""
+    if window is None:
+        return jnp.ones((), bool)
+    return query_positions[:, :, None] - key_positions[:, None, :] < window
 
 
 def packed_mask(
@@ -62,9 +73,11 @@ def packed_mask(
     segments = keys.segment_ids[:, None, :]
     mask = causal_mask(positions, keys.positions)
     mask &= (segment_ids[:, :, None] == segments) & (segments != 0)
+    mask &= window_mask(positions, keys.positions, keys.window)
     if keys.prefix_valid is None:
         return mask
     before = keys.prefix_valid[:, None]
+    before &= window_mask(positions, jnp.arange(before.shape[2])[None], keys.window)
     before = jnp.broadcast_to(before, (*positions.shape, before.shape[2]))
     return jnp.concatenate([before, mask], axis=2)
 
@@ -133,12 +146,16 @@ class Attention(nn.Module):
         attended before them. The new keys and values [B, T, K, H] are returned.
         """
         c = self.config
+        if c.windows:
+            mask, rotary = self._of_layer(layer, mask, rotary, positions)
         query = self._project("query", "heads", c.num_heads)(inputs)  # [B, T, N, H]
         keys = self._project("key", "kv_heads", c.num_kv_heads)(inputs)  # [B, T, K, H]
         values = self._project("value", "kv_heads", c.num_kv_heads)(inputs)
         if c.use_qk_norm:
             query = RMSNorm(c, axis="head_dim", name="query_norm")(query)
             keys = RMSNorm(c, axis="head_dim", name="key_norm")(keys)
+        if c.query_scale:
+            query = query * jnp.asarray((c.head_dim / c.query_scale) ** 0.5, query.dtype)
         query, keys = rotate(query, *rotary), rotate(keys, *rotary)
         new = KeysValues(keys=keys, values=values)
         if prefix is not None and not isinstance(mask, Visible):
@@ -147,20 +164,7 @@ class Attention(nn.Module):
         if cache is not None:
             cache = cache.write(layer, rows, positions, keys, values)
             keys, values = cache.read(layer, rows)  # [B, S, K, H]
-        batch, length = inputs.shape[:2]
-        query = query.reshape(batch, length, c.num_kv_heads, c.heads_per_kv_head, c.head_dim)
-        if isinstance(mask, Visible):
-            attended = splash(query, keys, values, mask, prefix)
-        else:
-            keys = constrain(keys, ("batch", None, "kv_heads", None))  # gathered over fsdp
-            values = constrain(values, ("batch", None, "kv_heads", None))
-            if isinstance(mask, Packed):
-                # Otherwise the masks of all chunks are hoisted out of the loop over layers: T x S.
-                once = jax.checkpoint(attend_in_chunks, prevent_cse=False)
-                attended = once(query, keys, values, mask)
-            else:
-                attended = jax.checkpoint(attend, prevent_cse=False)(query, keys, values, mask)
-        attended = attended.reshape(batch, length, c.num_heads, c.head_dim)
+        attended = self._attend(query, keys, values, mask, prefix)
         output = Einsum(
             c,
             "BTNH,NHD->BTD",
@@ -171,8 +175,54 @@ class Attention(nn.Module):
         )
         return output(attended), cache, new
 
+    def _attend(
+        self,
+        query: jax.Array,
+        keys: jax.Array,
+        values: jax.Array,
+        mask: Mask,
+        prefix: KeysValues | None,
+    ) -> jax.Array:
+        """Maps queries [B, T, N, H] to outputs of that shape."""
+        c, shape = self.config, query.shape
+        query = query.reshape(*shape[:2], c.num_kv_heads, c.heads_per_kv_head, c.head_dim)
+        if isinstance(mask, Visible):
+            return splash(query, keys, values, mask, prefix).reshape(shape)
+        keys = constrain(keys, ("batch", None, "kv_heads", None))  # gathered over fsdp
+        values = constrain(values, ("batch", None, "kv_heads", None))
+        if isinstance(mask, Packed):
+            # Otherwise the masks of all chunks are hoisted out of the loop over layers: T x S.
+            once = jax.checkpoint(attend_in_chunks, prevent_cse=False)
+            return once(query, keys, values, mask).reshape(shape)
+        return jax.checkpoint(attend, prevent_cse=False)(query, keys, values, mask).reshape(shape)
+
+    def _of_layer(
+        self,
+        layer: jax.Array,
+        mask: Mask,
+        rotary: tuple[jax.Array, jax.Array],
+        positions: jax.Array,
+    ) -> tuple[Mask, tuple[jax.Array, jax.Array]]:
+        """Its mask and its rotary tables, of a model whose layers have windows."""
+        window = jnp.asarray(self.config.windows, jnp.int32)[layer]
+        cos, sin = (table[(window > 0).astype(jnp.int32)] for table in rotary)
+        window = jnp.where(window > 0, window, jnp.iinfo(jnp.int32).max)
+        if isinstance(mask, Packed):
+            return mask.replace(window=window), (cos, sin)
+        assert isinstance(mask, jax.Array)  # of a cache, whose index is the position
+        keys = jnp.arange(mask.shape[2])[None]
+        return mask & window_mask(positions, keys, window), (cos, sin)
+
     def _project(self, name: str, axis: str, num_heads: int) -> Einsum:
         c = self.config
         shape = (c.embed_dim, num_heads, c.head_dim)
         axes = ("embed", axis, "head_dim")
-        return Einsum(c, "BTD,DNH->BTNH", shape, axes, fan_in_normal(c.embed_dim), name=name)
+        return Einsum(
+            c,
+            "BTD,DNH->BTNH",
+            shape,
+            axes,
+            fan_in_normal(c.embed_dim),
+            use_bias=c.use_qkv_bias,
+            name=name,
+        )

@@ -1,4 +1,4 @@
-"""The parts of a block: declared projections, RMSNorm, rotary positions, SwiGLU.
+"""The parts of a block: declared projections, RMSNorm, rotary positions, the MLP.
 
 Every parameter is declared once, with its initialiser and its logical axes together. Stored
 parameters are cast to `config.dtype` where they are used, so a float32 master and its bfloat16 copy
@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from thundersync_jax.model.presets import TransformerConfig
+from thundersync_jax.model.presets import LinearRopeScaling, TransformerConfig
 
 Initializer = Callable[..., Any]
 
@@ -37,19 +37,29 @@ def residual_scale(config: TransformerConfig) -> float:
 
 
 class Einsum(nn.Module):
-    """One projection: an einsum with a kernel of shape `shape`, whose logical axes are `axes`."""
+    """One projection: an einsum with a kernel of shape `shape`, whose logical axes are `axes`; with
+    a bias over all of them but the first.
+    """
 
     config: TransformerConfig
     equation: str
     shape: Sequence[int]
     axes: Sequence[str]
     kernel_init: Initializer
+    use_bias: bool = False
 
     @nn.compact
     def __call__(self, inputs: jax.Array) -> jax.Array:
         init: Initializer = nn.with_logical_partitioning(self.kernel_init, tuple(self.axes))
         kernel = self.param("kernel", init, tuple(self.shape), self.config.param_dtype)
-        return jnp.einsum(self.equation, inputs, kernel.astype(self.config.dtype))
+        outputs = jnp.einsum(self.equation, inputs, kernel.astype(self.config.dtype))
+        if not self.use_bias:
+            return outputs
+        zeros: Initializer = nn.with_logical_partitioning(
+            nn.initializers.zeros, tuple(self.axes[1:])
+        )
+        bias = self.param("bias", zeros, tuple(self.shape[1:]), self.config.param_dtype)
+        return outputs + bias.astype(self.config.dtype)
 
 
 class RMSNorm(nn.Module):
@@ -60,16 +70,20 @@ class RMSNorm(nn.Module):
 
     @nn.compact
     def __call__(self, inputs: jax.Array) -> jax.Array:
-        init: Initializer = nn.with_logical_partitioning(nn.initializers.ones, (self.axis,))
-        scale = self.param("scale", init, (inputs.shape[-1],), self.config.param_dtype)
+        c = self.config
+        one = nn.initializers.zeros if c.zero_centered_norms else nn.initializers.ones
+        init: Initializer = nn.with_logical_partitioning(one, (self.axis,))
+        scale = self.param("scale", init, (inputs.shape[-1],), c.param_dtype)
         wide = inputs.astype(at_least_float32(inputs.dtype))
         mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
-        normed = wide * jax.lax.rsqrt(mean_square + self.config.rms_norm_eps)
-        return normed.astype(self.config.dtype) * scale.astype(self.config.dtype)
+        normed = wide * jax.lax.rsqrt(mean_square + c.rms_norm_eps)
+        if c.zero_centered_norms:
+            return (normed * (1 + scale.astype(normed.dtype))).astype(c.dtype)
+        return normed.astype(c.dtype) * scale.astype(c.dtype)
 
 
-class SwiGLU(nn.Module):
-    """down(silu(gate(x)) * up(x))."""
+class GatedMLP(nn.Module):
+    """down(activation(gate(x)) * up(x)): SwiGLU, or GeGLU."""
 
     config: TransformerConfig
 
@@ -87,16 +101,18 @@ class SwiGLU(nn.Module):
         down = Einsum(
             self.config, "BTF,FD->BTD", (mlp, embed), ("mlp", "embed"), down_init, name="down"
         )
-        return down(nn.silu(gate) * up)
+        activation = nn.silu if self.config.activation == "silu" else nn.gelu
+        return down(activation(gate) * up)
 
 
 def rotary_frequencies(config: TransformerConfig) -> np.ndarray:
     """Radians per position, float64 [H/2]; Llama-3 scaling as published with Llama 3.1."""
-    exponents = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
-    frequencies = config.rope_theta**-exponents
+    frequencies = _unscaled(config.rope_theta, config.head_dim)
     scaling = config.rope_scaling
     if scaling is None:
         return frequencies
+    if isinstance(scaling, LinearRopeScaling):
+        return frequencies / scaling.factor
     turns = scaling.original_max_position * frequencies / (2 * np.pi)
     keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     keep = np.clip(keep, 0.0, 1.0)
@@ -104,10 +120,20 @@ def rotary_frequencies(config: TransformerConfig) -> np.ndarray:
 
 
 def rotary_tables(config: TransformerConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine of every position's angles, each [B, T, H/2] in at least float32."""
+    """Cosine and sine of every position's angles, each [B, T, H/2] in at least float32; of a model
+    with windows [2, B, T, H/2], those of its layers without one first.
+    """
+    frequencies = rotary_frequencies(config)
+    if config.windows:
+        local = _unscaled(config.local_rope_theta, config.head_dim)
+        frequencies = np.stack([frequencies, local])[:, None, None]
     dtype = at_least_float32(config.dtype)
-    angles = positions[..., None].astype(dtype) * jnp.asarray(rotary_frequencies(config), dtype)
+    angles = positions[..., None].astype(dtype) * jnp.asarray(frequencies, dtype)
     return jnp.cos(angles), jnp.sin(angles)
+
+
+def _unscaled(theta: float, head_dim: int) -> np.ndarray:
+    return theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
 
 
 def rotate(inputs: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:

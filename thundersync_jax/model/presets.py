@@ -14,6 +14,7 @@ from thundersync_jax.errors import UserError
 
 DTYPES = ("float32", "bfloat16", "float64")
 REMATS = ("none", "block", "dots")
+ACTIVATIONS = ("silu", "gelu")
 ATTENTIONS = ("auto", "xla", "splash")
 
 
@@ -40,11 +41,32 @@ class Llama3RopeScaling:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class LinearRopeScaling:
+    """Every rotary wavelength is stretched by `factor` (Gemma 3)."""
+
+    factor: float
+
+    def __post_init__(self) -> None:
+        if not self.factor >= 1:
+            raise ModelError(f"{self} needs factor >= 1")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
-    """A pre-norm decoder with grouped-query attention, rotary positions and SwiGLU: Llama, Qwen3.
+    """A pre-norm decoder with grouped-query attention, rotary positions and a gated MLP: Llama,
+    Qwen2.5, Qwen3, Gemma 3.
 
     Attributes:
       use_qk_norm: RMSNorm of every query and key head before the rotation (Qwen3).
+      use_qkv_bias: queries, keys and values have a bias (Qwen2.5).
+      activation: of the gate: "silu" or "gelu" (its tanh form).
+      use_post_norms: what a block adds is normed too (Gemma 3).
+      zero_centered_norms: norms multiply by 1 + scale (Gemma 3).
+      scale_embeddings: embeddings are multiplied by sqrt(embed_dim) (Gemma 3).
+      query_scale: attention scores are divided by its root; 0 is head_dim.
+      windows: of every layer, how many of the last tokens a query sees, itself included; 0 is all
+        of them. () is 0 everywhere.
+      local_rope_theta: of the layers with a window, whose positions are not stretched.
       tie_embeddings: the output kernel is the transposed embedding.
       dtype: arithmetic; norms, softmax and logits are at least float32.
       param_dtype: storage of the parameters that `init_params` makes.
@@ -63,9 +85,17 @@ class TransformerConfig:
     head_dim: int
     mlp_dim: int
     rope_theta: float
-    rope_scaling: Llama3RopeScaling | None = None
+    rope_scaling: Llama3RopeScaling | LinearRopeScaling | None = None
     rms_norm_eps: float = 1e-6
     use_qk_norm: bool = False
+    use_qkv_bias: bool = False
+    activation: str = "silu"
+    use_post_norms: bool = False
+    zero_centered_norms: bool = False
+    scale_embeddings: bool = False
+    query_scale: int = 0
+    windows: tuple[int, ...] = ()
+    local_rope_theta: float = 1e4
     tie_embeddings: bool = False
     dtype: str = "float32"
     param_dtype: str = "float32"
@@ -113,11 +143,19 @@ class TransformerConfig:
             ("param_dtype", DTYPES),
             ("remat", REMATS),
             ("attention", ATTENTIONS),
+            ("activation", ACTIVATIONS),
         ):
             if getattr(self, name) not in allowed:
                 raise ModelError(f"{name} = {getattr(self, name)!r}: expected one of {allowed}")
         if self.attention == "splash" and self.dtype == "float64":
             raise ModelError("attention = 'splash' computes in float32: expected 'xla' for float64")
+        if len(self.windows) not in (0, self.num_layers) or min(self.windows, default=0) < 0:
+            raise ModelError(
+                f"windows = {self.windows}: expected a number from 0 on of each of the "
+                f"{self.num_layers} layers, or ()"
+            )
+        if self.windows and self.attention == "splash":
+            raise ModelError("attention = 'splash' has no windows: expected 'xla' or 'auto'")
 
     @property
     def heads_per_kv_head(self) -> int:

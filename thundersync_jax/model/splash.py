@@ -85,6 +85,7 @@ def wants_splash(config: TransformerConfig, length: int) -> bool:
         return config.attention == "splash"
     return (
         _platform() == "tpu"
+        and not config.windows
         and config.dtype != "float64"
         and MIN_AUTO_LENGTH <= length <= MAX_LENGTH
         and length % (MIN_BLOCK * _num_query_shards()) == 0

@@ -31,8 +31,8 @@ from thundersync_jax.model.attention import (
 from thundersync_jax.model.embedding import look_up
 from thundersync_jax.model.kv_cache import KeysValues, KVCache
 from thundersync_jax.model.layers import (
+    GatedMLP,
     RMSNorm,
-    SwiGLU,
     at_least_float32,
     fan_in_normal,
     rotary_tables,
@@ -50,7 +50,7 @@ UNTIED_EMBEDDING_STD = 0.3
 
 
 class Block(nn.Module):
-    """Attention and SwiGLU, each on a normed copy of the residual stream. Scanned over layers."""
+    """Attention and an MLP, each on a normed copy of the residual stream. Scanned over layers."""
 
     config: TransformerConfig
 
@@ -71,10 +71,14 @@ class Block(nn.Module):
         attended, cache, new = attention(
             normed, rotary, mask, layer, rows, positions, cache, prefix
         )
+        if self.config.use_post_norms:
+            attended = RMSNorm(self.config, name="attention_post_norm")(attended)
         hidden = constrain(hidden + attended, ("batch", "length", None))
         normed = RMSNorm(self.config, name="mlp_norm")(hidden)
-        hidden = hidden + SwiGLU(self.config, name="mlp")(normed)
-        hidden = constrain(hidden, ("batch", "length", None))
+        added = GatedMLP(self.config, name="mlp")(normed)
+        if self.config.use_post_norms:
+            added = RMSNorm(self.config, name="mlp_post_norm")(added)
+        hidden = constrain(hidden + added, ("batch", "length", None))
         return (hidden, cache), new
 
 
@@ -95,6 +99,8 @@ class Transformer(nn.Module):
     ) -> tuple[jax.Array, KVCache | None, KeysValues]:
         c = self.config
         hidden = look_up(self._embedding(), tokens).astype(c.dtype)
+        if c.scale_embeddings:
+            hidden = hidden * jnp.asarray(math.sqrt(c.embed_dim), c.dtype)
         hidden = constrain(hidden, ("batch", "length", None))
         rotary = rotary_tables(c, positions)
         carry, layers = (hidden, cache), jnp.arange(c.num_layers)  # hidden [B, T, D]
@@ -214,8 +220,8 @@ def forward_extending(
     mask: Mask
     if wants_splash(config, tokens.shape[1]):
         mask = visible(segment_ids, prefix_valid)
-    elif tokens.shape[1] * num_keys > MAX_PAIRS:
-        mask = packed
+    elif config.windows or tokens.shape[1] * num_keys > MAX_PAIRS:
+        mask = packed  # of which every layer makes its own
     else:
         mask = packed_mask(packed)
     model: Any = Transformer(config)

@@ -1,0 +1,317 @@
+"""Model families of Hugging Face: what their `config.json` says, and how their tensors are named.
+
+A family is one `Family`. `import_hf.py` and `export_hf.py` know no names of their own. What a
+configuration asks for and the decoder does not have is refused here, never ignored.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from thundersync_jax.model.presets import (
+    LinearRopeScaling,
+    Llama3RopeScaling,
+    ModelError,
+    TransformerConfig,
+)
+
+Json = Mapping[str, Any]
+_LOCAL, _GLOBAL = "sliding_attention", "full_attention"  # kinds of layers of Gemma 3
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tensor:
+    """One parameter, here and in a file.
+
+    Attributes:
+      path: of ours, in the tree of `transformer.init_params`.
+      name: in the files; with "{}" for the layer where ours has a `layers` axis.
+      dims: of the file's array; each is one or several of our logical axes, the slowest first.
+    """
+
+    path: tuple[str, ...]
+    name: str
+    dims: tuple[tuple[str, ...], ...]
+
+    @property
+    def is_stacked(self) -> bool:
+        return "{}" in self.name
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Family:
+    """How one architecture is written.
+
+    Attributes:
+      model_type, architecture: as in `config.json`.
+      fields: of `TransformerConfig`, the values that make a decoder one of this family.
+    """
+
+    model_type: str
+    architecture: str
+    fields: Mapping[str, Any]
+
+
+def read_config(text: Json) -> TransformerConfig:
+    """The shapes that a `config.json` describes, in float32.
+
+    Raises:
+      ModelError: the architecture is not supported, or asks for what the decoder does not have.
+    """
+    family = _family(text)
+    _check_supported(family, text)
+    num_heads = _entry(text, "num_attention_heads")
+    return TransformerConfig(
+        vocab_size=_entry(text, "vocab_size"),
+        embed_dim=_entry(text, "hidden_size"),
+        num_layers=_entry(text, "num_hidden_layers"),
+        num_heads=num_heads,
+        num_kv_heads=text.get("num_key_value_heads") or num_heads,
+        head_dim=text.get("head_dim") or _entry(text, "hidden_size") // num_heads,
+        mlp_dim=_entry(text, "intermediate_size"),
+        rms_norm_eps=text.get("rms_norm_eps", 1e-6),
+        tie_embeddings=text.get("tie_word_embeddings", family.fields["scale_embeddings"]),
+        **family.fields,
+        **(_read_gemma(text) if family.model_type == "gemma3_text" else _read_rope(text)),
+    )
+
+
+def write_config(config: TransformerConfig) -> dict[str, Any]:
+    """The `config.json` that `read_config` reads as this configuration."""
+    (family,) = (
+        family
+        for family in FAMILIES.values()
+        if all(getattr(config, key) == value for key, value in family.fields.items())
+    )
+    rope = _write_rope(config)
+    return {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.embed_dim,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.mlp_dim,
+        "rms_norm_eps": config.rms_norm_eps,
+        "tie_word_embeddings": config.tie_embeddings,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": rope if "factor" in rope else None,
+        "rope_parameters": rope,
+        **(_write_gemma(config) if config.use_post_norms else {}),
+    }
+
+
+def tensors(config: TransformerConfig) -> tuple[Tensor, ...]:
+    """Of every parameter, in no particular order."""
+    layer = [
+        ("attention_norm/scale", "input_layernorm", "embed"),
+        ("attention/query/kernel", "self_attn.q_proj", "(heads head_dim) embed"),
+        ("attention/key/kernel", "self_attn.k_proj", "(kv_heads head_dim) embed"),
+        ("attention/value/kernel", "self_attn.v_proj", "(kv_heads head_dim) embed"),
+        ("attention/output/kernel", "self_attn.o_proj", "embed (heads head_dim)"),
+        ("mlp/gate/kernel", "mlp.gate_proj", "mlp embed"),
+        ("mlp/up/kernel", "mlp.up_proj", "mlp embed"),
+        ("mlp/down/kernel", "mlp.down_proj", "embed mlp"),
+    ]
+    if config.use_post_norms:
+        layer += [
+            ("attention_post_norm/scale", "post_attention_layernorm", "embed"),
+            ("mlp_norm/scale", "pre_feedforward_layernorm", "embed"),
+            ("mlp_post_norm/scale", "post_feedforward_layernorm", "embed"),
+        ]
+    else:
+        layer.append(("mlp_norm/scale", "post_attention_layernorm", "embed"))
+    if config.use_qk_norm:
+        layer += [
+            ("attention/query_norm/scale", "self_attn.q_norm", "head_dim"),
+            ("attention/key_norm/scale", "self_attn.k_norm", "head_dim"),
+        ]
+    whole = [
+        ("embedding", "model.embed_tokens.weight", "vocab embed"),
+        ("final_norm/scale", "model.norm.weight", "embed"),
+    ]
+    if not config.tie_embeddings:
+        whole.append(("output_kernel", "lm_head.weight", "vocab embed"))
+    found = [
+        (f"blocks/{path}", f"model.layers.{{}}.{name}.weight", dims) for path, name, dims in layer
+    ]
+    if config.use_qkv_bias:
+        found += [
+            (f"blocks/attention/{ours}/bias", f"model.layers.{{}}.self_attn.{name}.bias", dims)
+            for ours, name, dims in (
+                ("query", "q_proj", "(heads head_dim)"),
+                ("key", "k_proj", "(kv_heads head_dim)"),
+                ("value", "v_proj", "(kv_heads head_dim)"),
+            )
+        ]
+    return tuple(
+        Tensor(path=tuple(path.split("/")), name=name, dims=_parsed(dims))
+        for path, name, dims in (*whole, *found)
+    )
+
+
+def _parsed(dims: str) -> tuple[tuple[str, ...], ...]:
+    """(("heads", "head_dim"), ("embed",)) of "(heads head_dim) embed"."""
+    return tuple(tuple(group.strip("()").split()) for group in re.findall(r"\([^)]*\)|\w+", dims))
+
+
+def _family(text: Json) -> Family:
+    model_type = text.get("model_type")
+    if model_type not in FAMILIES:
+        raise ModelError(
+            f"config.json: model_type = {model_type!r}: expected one of {sorted(FAMILIES)} "
+            "(Llama 3.x and SmolLM2, Qwen2.5, dense Qwen3, Gemma 3 text)"
+        )
+    return FAMILIES[model_type]
+
+
+def _entry(text: Json, key: str) -> Any:
+    if text.get(key) is None:
+        raise ModelError(f"config.json has no {key!r}, which shapes the model")
+    return text[key]
+
+
+def _check_supported(family: Family, text: Json) -> None:
+    """What would change the logits, and the decoder does not do."""
+    activation = {"silu": "silu", "gelu": "gelu_pytorch_tanh"}[family.fields["activation"]]
+    wanted: dict[str, Any] = {
+        "hidden_act": activation,
+        "hidden_activation": activation,
+        "mlp_bias": False,
+        "attention_bias": family.fields["use_qkv_bias"],
+        "use_sliding_window": False,
+        "use_bidirectional_attention": False,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        "quantization_config": None,
+    }
+    found = {
+        key: text[key]
+        for key, value in wanted.items()
+        if text.get(key) is not None and text[key] != value
+    }
+    if found:
+        raise ModelError(
+            "config.json: "
+            + ", ".join(
+                f"{key} = {value!r} (expected {wanted[key]!r})" for key, value in found.items()
+            )
+            + f": the decoder does not do this for model_type = {family.model_type!r}"
+        )
+
+
+def _read_rope(text: Json) -> dict[str, Any]:
+    """`rope_parameters` as newer files have it, or `rope_theta` and `rope_scaling`."""
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    theta: Any = rope.get("rope_theta", text.get("rope_theta", 1e4))
+    return {"rope_theta": float(theta), "rope_scaling": _read_scaling(rope)}
+
+
+def _read_scaling(rope: Json) -> Llama3RopeScaling | LinearRopeScaling | None:
+    match rope.get("rope_type", rope.get("type", "default")):
+        case "default":
+            return None
+        case "linear":
+            return LinearRopeScaling(factor=_entry(rope, "factor"))
+        case "llama3":
+            return Llama3RopeScaling(
+                factor=_entry(rope, "factor"),
+                low_freq_factor=_entry(rope, "low_freq_factor"),
+                high_freq_factor=_entry(rope, "high_freq_factor"),
+                original_max_position=_entry(rope, "original_max_position_embeddings"),
+            )
+        case other:
+            raise ModelError(
+                f"config.json: rope_type = {other!r}: expected 'default', 'linear' or 'llama3'. "
+                "Stretched positions of another kind would change every logit"
+            )
+
+
+def _write_rope(config: TransformerConfig) -> dict[str, Any]:
+    rope: dict[str, Any] = {"rope_theta": config.rope_theta, "rope_type": "default"}
+    match config.rope_scaling:
+        case LinearRopeScaling(factor=factor):
+            rope |= {"rope_type": "linear", "factor": factor}
+        case Llama3RopeScaling() as scaling:
+            rope |= {
+                "rope_type": "llama3",
+                "factor": scaling.factor,
+                "low_freq_factor": scaling.low_freq_factor,
+                "high_freq_factor": scaling.high_freq_factor,
+                "original_max_position_embeddings": scaling.original_max_position,
+            }
+    return rope
+
+
+def _read_gemma(text: Json) -> dict[str, Any]:
+    """Windows and positions of its two kinds of layers."""
+    num_layers, window = _entry(text, "num_hidden_layers"), _entry(text, "sliding_window")
+    every = text.get("sliding_window_pattern", 6)
+    kinds = text.get("layer_types") or [
+        _GLOBAL if (layer + 1) % every == 0 else _LOCAL for layer in range(num_layers)
+    ]
+    both = text.get("rope_parameters") or {}
+    rope, local = both.get(_GLOBAL, {}), both.get(_LOCAL, {})
+    if not (rope and local):
+        rope = {"rope_theta": text.get("rope_theta", 1e6), **(text.get("rope_scaling") or {})}
+        local = {"rope_theta": text.get("rope_local_base_freq", 1e4)}
+    return {
+        "windows": tuple(window if kind == _LOCAL else 0 for kind in kinds),
+        "query_scale": int(_entry(text, "query_pre_attn_scalar")),
+        "rope_theta": float(rope["rope_theta"]),
+        "rope_scaling": _read_scaling(rope),
+        "local_rope_theta": float(local["rope_theta"]),
+    }
+
+
+def _write_gemma(config: TransformerConfig) -> dict[str, Any]:
+    rope = _write_rope(config)
+    local = {"rope_type": "default", "rope_theta": config.local_rope_theta}
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": config.query_scale,
+        "sliding_window": max(config.windows),
+        "layer_types": [_LOCAL if window else _GLOBAL for window in config.windows],
+        "rope_local_base_freq": config.local_rope_theta,
+        "rope_parameters": {_GLOBAL: rope, _LOCAL: local},
+    }
+
+
+_PLAIN = {
+    "use_qk_norm": False,
+    "use_qkv_bias": False,
+    "activation": "silu",
+    "use_post_norms": False,
+    "zero_centered_norms": False,
+    "scale_embeddings": False,
+}
+_GEMMA = {
+    **_PLAIN,
+    "use_qk_norm": True,
+    "activation": "gelu",
+    "use_post_norms": True,
+    "zero_centered_norms": True,
+    "scale_embeddings": True,
+}
+FAMILIES = {
+    family.model_type: family
+    for family in (
+        Family(model_type="llama", architecture="LlamaForCausalLM", fields=_PLAIN),
+        Family(
+            model_type="qwen2",
+            architecture="Qwen2ForCausalLM",
+            fields={**_PLAIN, "use_qkv_bias": True},
+        ),
+        Family(
+            model_type="qwen3",
+            architecture="Qwen3ForCausalLM",
+            fields={**_PLAIN, "use_qk_norm": True},
+        ),
+        Family(model_type="gemma3_text", architecture="Gemma3ForCausalLM", fields=_GEMMA),
+    )
+}
