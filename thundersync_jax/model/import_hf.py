@@ -50,22 +50,19 @@ class HuggingFaceDirectory:
           config: of this model, in any precision.
           shardings: a pytree like the parameters.
         """
-        shapes, axes = abstract_params(config), logical_axes(config)
-        self._check(config, shapes, axes)
+        self._check(config)
         params: Params = {}
         for tensor in tensors(config):
-            shape, names, sharding = (
-                at_path(tree, tensor.path) for tree in (shapes, axes, shardings)
-            )
-            read = self._reader_of(tensor, names, shape)
-            array = jax.make_array_from_callback(shape.shape, sharding, read)
+            shape = at_path(abstract_params(config), tensor.path).shape
+            sharding = at_path(shardings, tensor.path)
+            array = jax.make_array_from_callback(shape, sharding, self.reader(config, tensor))
             _put(params, tensor.path, array)
         return params
 
-    def _reader_of(
-        self, tensor: Tensor, axes: Sequence[str], like: jax.ShapeDtypeStruct
-    ) -> Callable[[Any], np.ndarray]:
-        """Reads one piece of a parameter."""
+    def reader(self, config: TransformerConfig, tensor: Tensor) -> Callable[[Any], np.ndarray]:
+        """Reads a piece of a parameter, by its index in the whole: slices, whole over head_dim."""
+        like = at_path(abstract_params(config), tensor.path)
+        axes = at_path(logical_axes(config), tensor.path)
         sizes = dict(zip(axes, like.shape, strict=True))
         file_axes = [axis for group in tensor.dims for axis in group]
         order = [file_axes.index(axis) for axis in axes if axis != "layers"]
@@ -93,9 +90,9 @@ class HuggingFaceDirectory:
 
         return read
 
-    def _check(self, config: TransformerConfig, shapes: Any, axes: Any) -> None:
+    def _check(self, config: TransformerConfig) -> None:
         """Names everything that is missing or misshapen at once."""
-        wrong = []
+        wrong, shapes, axes = [], abstract_params(config), logical_axes(config)
         for tensor in tensors(config):
             sizes = dict(
                 zip(at_path(axes, tensor.path), at_path(shapes, tensor.path).shape, strict=True)

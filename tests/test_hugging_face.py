@@ -1,0 +1,151 @@
+"""A model is written and read again without a change, piece by piece; what does not fit is named."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from model_reference import random_params
+from safetensors.numpy import load_file, save_file
+
+from thundersync_jax.model.export_hf import export_hugging_face
+from thundersync_jax.model.families import read_config, tensors, write_config
+from thundersync_jax.model.import_hf import HuggingFaceDirectory, at_path
+from thundersync_jax.model.presets import (
+    PRESETS,
+    LinearRopeScaling,
+    ModelError,
+    TransformerConfig,
+    preset,
+)
+from thundersync_jax.model.transformer import abstract_params
+
+LLAMA = TransformerConfig(
+    vocab_size=24,
+    embed_dim=16,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=6,
+    mlp_dim=20,
+    rope_theta=1e4,
+)
+GEMMA = dataclasses.replace(
+    LLAMA,
+    use_qk_norm=True,
+    activation="gelu",
+    use_post_norms=True,
+    zero_centered_norms=True,
+    scale_embeddings=True,
+    tie_embeddings=True,
+    query_scale=4,
+    windows=(5, 0, 5),
+    rope_scaling=LinearRopeScaling(factor=8.0),
+)
+MODELS = {
+    "llama": LLAMA,
+    "qwen2": dataclasses.replace(LLAMA, use_qkv_bias=True),
+    "qwen3": dataclasses.replace(LLAMA, use_qk_norm=True, tie_embeddings=True),
+    "gemma3": GEMMA,
+}
+one_model = pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
+
+
+def everywhere(config: TransformerConfig) -> Any:
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return jax.tree.map(lambda _: device, abstract_params(config))
+
+
+@one_model
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_written_is_read_again(config: TransformerConfig, dtype: str, tmp_path: Path):
+    params = random_params(config, 0)
+    export_hugging_face(config, params, tmp_path, dtype=dtype, max_file_bytes=3000)
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    with HuggingFaceDirectory(tmp_path) as directory:
+        assert directory.config == config
+        again = directory.load(config, everywhere(config))
+    assert jax.tree.structure(again) == jax.tree.structure(params)
+    for one, other in zip(jax.tree.leaves(again), jax.tree.leaves(params), strict=True):
+        assert np.array_equal(one, np.asarray(other).astype(dtype).astype(np.float32))
+
+
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_any_piece_is_that_piece_of_the_whole(data: st.DataObject, tmp_path_factory: Any):
+    """What a device of a mesh holds; heads are never cut, as on every mesh."""
+    config = data.draw(st.sampled_from(list(MODELS.values())))
+    root = tmp_path_factory.mktemp("model")
+    params = random_params(config, 1)
+    export_hugging_face(config, params, root, dtype="float32")
+    tensor = data.draw(st.sampled_from(tensors(config)))
+    whole = np.asarray(at_path(params, tensor.path))
+    index = []
+    for size in whole.shape:
+        start = data.draw(st.integers(0, size - 1))
+        index.append(slice(start, data.draw(st.integers(start + 1, size))))
+    if "head_dim" in tensor.dims[-1] or any("head_dim" in group for group in tensor.dims):
+        at = next(at for at, size in reversed(list(enumerate(whole.shape))) if size == 6)
+        index[at] = slice(None)
+    with HuggingFaceDirectory(root) as directory:
+        piece = directory.reader(config, tensor)(tuple(index))
+    assert np.array_equal(piece, whole[tuple(index)])
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if name not in ("micro", "tiny")])
+def test_presets_are_written_and_read_as_they_are(name: str):
+    config = preset(name)
+    assert read_config(json.loads(json.dumps(write_config(config)))) == config
+
+
+def test_everything_that_is_missing_or_misshapen_is_named_at_once(tmp_path: Path):
+    export_hugging_face(LLAMA, random_params(LLAMA, 0), tmp_path, dtype="float32")
+    (file,) = tmp_path.glob("*.safetensors")
+    arrays = load_file(file)
+    del arrays["model.layers.1.mlp.up_proj.weight"]
+    arrays["model.norm.weight"] = np.zeros(7, np.float32)
+    save_file(arrays, file)
+    with (
+        HuggingFaceDirectory(tmp_path) as directory,
+        pytest.raises(ModelError, match="2 tensors") as raised,
+    ):
+        directory.load(LLAMA, everywhere(LLAMA))
+    assert "model.layers.1.mlp.up_proj.weight is missing" in str(raised.value)
+    assert "model.norm.weight has shape [7], config.json asks for [16]" in str(raised.value)
+
+
+def test_broken_directories_are_refused(tmp_path: Path):
+    with pytest.raises(ModelError, match=r"config\.json: expected a JSON file.*FileNotFoundError"):
+        HuggingFaceDirectory(tmp_path)
+    export_hugging_face(LLAMA, random_params(LLAMA, 0), tmp_path, max_file_bytes=3000)
+    last = max(tmp_path.glob("*.safetensors"))
+    whole = last.read_bytes()
+    last.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ModelError, match=rf"{last.name} cannot be read.*copy it again"):
+        HuggingFaceDirectory(tmp_path)
+    last.unlink()
+    with pytest.raises(ModelError, match=rf"lacks \['{last.name}'\]"):
+        HuggingFaceDirectory(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "mamba"}, "model_type = 'mamba': expected one of.*qwen3"),
+        ({"hidden_act": "relu"}, r"hidden_act = 'relu' \(expected 'silu'\)"),
+        ({"attention_bias": True}, r"attention_bias = True \(expected False\)"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type = 'yarn': expected 'default'"),
+        ({"hidden_size": None}, "no 'hidden_size'"),
+    ],
+)
+def test_what_the_decoder_does_not_do_is_refused(changes: dict[str, Any], message: str):
+    with pytest.raises(ModelError, match=message):
+        read_config(write_config(LLAMA) | changes)
