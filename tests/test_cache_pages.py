@@ -31,6 +31,8 @@ from thundersync_jax.learner.turn_schedule import (
 from thundersync_jax.learner.turns import SegmentStage, TurnSequence
 from thundersync_jax.model.kv_cache import KeysValues
 
+pytestmark = pytest.mark.optimized
+
 MODEL = lc.tiny()
 NUM_CACHES, NUM_PLACES = 3, 2  # as many caches as in test_distiller.py, whose programs serve here
 CASES = [oc.random_case(seed) for seed in range(40)]

@@ -28,6 +28,8 @@ from thundersync_jax.learner.learner import Learner
 from thundersync_jax.learner.memory import HEADROOM, MemoryPlan, MemoryPlanError, Room, Sizes
 from thundersync_jax.learner.program_names import Fold, Whole
 
+pytestmark = pytest.mark.optimized
+
 TESTS = Path(__file__).parent
 GB, NUM_BYTES = 10**9, 1_000_000
 SHAPES: dict[str, Any] = {

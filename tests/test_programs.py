@@ -17,6 +17,8 @@ import pytest
 from thundersync_jax import topology
 from thundersync_jax.model.presets import preset
 
+pytestmark = pytest.mark.optimized
+
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
 )

@@ -20,6 +20,8 @@ from thundersync_jax.learner.memory import MemoryPlanError, check_fits
 from thundersync_jax.learner.program_names import Part, Turn
 from thundersync_jax.learner.score import ScoreSettings
 
+pytestmark = pytest.mark.optimized
+
 MODEL = lc.tiny()
 NUM_RESIDUALS = 2  # fewer than there are segments: some are replayed with a forward pass
 

@@ -22,6 +22,8 @@ from thundersync_jax.model.presets import preset
 from thundersync_jax.serving.placement import serving_mesh
 from thundersync_jax.sharding import MeshError
 
+pytestmark = pytest.mark.optimized
+
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
 )
