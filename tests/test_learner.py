@@ -37,6 +37,11 @@ def score_of(settings, params, example, bucket, targets=None):
     lanes = pad_lanes([[LaneItem(examples=(example,))]], 1, bucket).replace(num_lanes=None)
     lane = jax.tree.map(lambda x: x[0, 0], lanes)
     lane = lane if targets is None else lane.replace(targets=targets)
+    return score_sum(settings, params, lane)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def score_sum(settings, params, lane):
     return score(settings, params, None, lane)[0][0]
 
 
@@ -180,7 +185,7 @@ def test_reference_equals_finite_differences_of_the_objective():
             moved = jax.tree.map(lambda p, d: p + step * d, params, direction)
             total = 0.0
             for advantage, example in zip(advantages, examples, strict=True):
-                value = score_of(ScoreSettings(model=model), moved, example, example.num_positions)
+                value = score_of(ScoreSettings(model=model), moved, example, 64)
                 total += advantage * float(value)
             return -total / 7.0
 
@@ -389,7 +394,7 @@ def test_observation_targets_do_not_reach_the_gradient():
     assert example.targets.tolist() == [2, 3, 4]  # trimmed after the last action token
     assert example.weights.tolist() == [0.0, 1.0, 1.0]
     settings_ = ScoreSettings(model=MODEL)
-    gradient = jax.grad(lambda p, targets: score_of(settings_, p, example, 3, targets))
+    gradient = jax.jit(jax.grad(lambda p, targets: score_of(settings_, p, example, 3, targets)))
     params = lc.init_params(MODEL, 0)
     perturbed = np.where(example.weights == 0, 9, example.targets)
     first, second = gradient(params, example.targets), gradient(params, perturbed)
