@@ -12,6 +12,17 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 
 import pytest
 
+# Workers take whole files (launch/test.sh): these first, or one worker ends long after the others.
+LONGEST = (
+    *("train", "programs", "objective_streaming", "learner", "exact_reduction", "distiller"),
+    *("opd_run", "reference_run", "residuals", "turn_replay", "mesh", "attention", "packing"),
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    rank = {f"test_{name}.py": at for at, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
+
 
 @pytest.fixture(scope="session", autouse=True)
 def compile_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
