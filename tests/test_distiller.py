@@ -20,8 +20,9 @@ import pytest
 
 from thundersync_jax.benchmarks import turn_arrivals as oc
 from thundersync_jax.benchmarks.turn_arrivals import open_groups, run_events
+from thundersync_jax.config_learner import LearnerSection
 from thundersync_jax.config_opd import OpdSection
-from thundersync_jax.config_sections import LearnerSection, OptimizerSection
+from thundersync_jax.config_sections import OptimizerSection
 from thundersync_jax.errors import ConfigError
 from thundersync_jax.learner.compilation import CompileCounter
 from thundersync_jax.learner.distiller import Distiller, GrowingTrajectoriesError

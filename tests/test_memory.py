@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from thundersync_jax.config_sections import LearnerSection
+from thundersync_jax.config_learner import LearnerSection
 from thundersync_jax.errors import ConfigError
 from thundersync_jax.learner import memory
 from thundersync_jax.learner.learner import Learner

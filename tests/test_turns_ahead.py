@@ -14,8 +14,8 @@ import pytest
 
 from thundersync_jax.benchmarks import turn_arrivals as oc
 from thundersync_jax.config import RunConfig
+from thundersync_jax.config_learner import LearnerSection
 from thundersync_jax.config_opd import OpdSection
-from thundersync_jax.config_sections import LearnerSection
 from thundersync_jax.errors import ConfigError
 from thundersync_jax.learner.groups import LearnerError
 from thundersync_jax.learner.learner import Learner

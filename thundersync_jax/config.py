@@ -17,6 +17,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from thundersync_jax.config_learner import LearnerSection
 from thundersync_jax.config_opd import OpdSection
 from thundersync_jax.config_reference import ReferenceSection
 from thundersync_jax.config_sections import (
@@ -24,7 +25,6 @@ from thundersync_jax.config_sections import (
     DataSection,
     EnvSection,
     EvaluationSection,
-    LearnerSection,
     ModelSection,
     OptimizerSection,
     RolloutSection,

@@ -26,8 +26,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from thundersync_jax.config_learner import LearnerSection
 from thundersync_jax.config_opd import OpdSection
-from thundersync_jax.config_sections import LearnerSection, OptimizerSection
+from thundersync_jax.config_sections import OptimizerSection
 from thundersync_jax.errors import check
 from thundersync_jax.learner.base import BaseLearner
 from thundersync_jax.learner.distillation_statistics import DistillationStatistics

@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-from thundersync_jax.config_sections import LearnerSection
+from thundersync_jax.config_learner import LearnerSection
 from thundersync_jax.errors import UserError
 from thundersync_jax.learner.placement import Placement, device_bytes
 from thundersync_jax.learner.program_names import (

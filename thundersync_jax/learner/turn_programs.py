@@ -14,7 +14,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from thundersync_jax.config_sections import LearnerSection
+from thundersync_jax.config_learner import LearnerSection
 from thundersync_jax.learner import turn_replay
 from thundersync_jax.learner.buckets import Lanes, pad_lanes
 from thundersync_jax.learner.placement import device_bytes
