@@ -257,6 +257,10 @@ def test_without_a_stated_limit_the_cpu_offers_its_host_and_others_refuse_nothin
             r"held_gradients = 2 would fit, and leave 5% for programs; or",
         ),
         (
+            plan_of(5, held_gradients=2, pool_size=0, stream_turns="idle"),  # without any: 4 GB
+            r"5 GB are there for it: lower learner.num_turn_caches, use more devices",
+        ),
+        (
             plan_of(3),
             r"3 GB are there for it: use more devices along fsdp or tensor, or a smaller model$",
         ),

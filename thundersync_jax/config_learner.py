@@ -41,8 +41,10 @@ class LearnerSection:
       objective_options: its keyword arguments.
       reduction: "ordered" sums in float32; with "exact" the bits of the updated weights do not
         depend on the order in which trajectories arrive, for twice the memory of every sum.
-      stream_turns: "idle" runs turns of growing trajectories when nothing else is due; or "never".
-      num_turn_caches: trajectories of every replica whose turns may run so at one time.
+      stream_turns: "idle" runs turns of growing trajectories into held gradients when nothing else
+        is due; or "never".
+      num_turn_caches: trajectories of every replica whose turns may run so at one time; 0 is as
+        "never", for comparisons.
       max_logprob_gap: a larger |learner - sampler| log-probability stops the run, unless the
         objective weighs the one against the other.
     """
@@ -92,7 +94,7 @@ class LearnerSection:
     @property
     def has_turns(self) -> bool:
         """Whether turns can run ahead of their content."""
-        return self.stream_turns == "idle" and min(self.held_gradients, self.num_turn_caches) > 0
+        return self.stream_turns == "idle" and self.num_turn_caches > 0
 
     def _check_reduction(self) -> None:
         check_choice("learner.stream_turns", self.stream_turns, ("never", "idle"))
@@ -109,6 +111,13 @@ class LearnerSection:
             check(self.pack_tokens == 0, "learner.pack_tokens", self.pack_tokens, expected)
             expected, is_never = "'never' with reduction = 'exact'", self.stream_turns == "never"
             check(is_never, "learner.stream_turns", self.stream_turns, expected)
+        check(
+            not self.has_turns or self.held_gradients > 0,
+            "learner.held_gradients",
+            self.held_gradients,
+            "at least 1 with learner.stream_turns = 'idle': a turn is differentiated into one",
+            "Or set learner.stream_turns = 'never'.",
+        )
 
     def _check_lengths(self) -> None:
         is_ladder = (

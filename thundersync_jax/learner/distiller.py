@@ -260,15 +260,14 @@ def _cache_shapes(
     config: LearnerSection, opd: OpdSection, prefix_buckets: tuple[int, ...]
 ) -> CacheShapes:
     """With caches in the host, the device has places for those that one call can reach."""
-    num_caches = 0 if opd.stream_turns == "never" else opd.num_caches
-    num_residuals = opd.num_residuals if num_caches else 0
+    num_caches = opd.num_caches if opd.has_caches else 0
     is_paged = opd.cache_memory == "pinned_host"
     return CacheShapes(
         num_caches=num_caches,
         num_places=min(num_caches, most_lanes(config)) if is_paged else num_caches,
         length=config.buckets[-1],
-        num_residuals=num_residuals,
-        shapes=turn_shapes(config.buckets, prefix_buckets) if num_residuals else (),
+        num_residuals=opd.num_residuals,
+        shapes=turn_shapes(config.buckets, prefix_buckets) if opd.num_residuals else (),
     )
 
 
