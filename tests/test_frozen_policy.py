@@ -119,7 +119,15 @@ def test_a_policy_that_cannot_score_is_refused(key: str, other: Path, tmp_path: 
             r"= 'initial': expected ''",
         ),
         ({"opd_teacher": "t", "options": KL}, r"opd.teacher = 't' .*reads no objective"),
-        ({"opd_teacher": "t", "reference_policy": "t"}, r"opd.teacher = 't' .*reads no objective"),
+        ({"opd_teacher": "t", "reference_policy": "t"}, r"default of reference\.policy\. To learn"),
+        (
+            {"opd_teacher": "t", "options": {"entropy_coefficient": 0.1}},
+            r"reads no objective: expected the default of learner\.objective_options\. To learn",
+        ),
+        (
+            {"reference_policy": "initial", "options": KL, "opd_ratio_cap": 2.0},
+            r"expected the default of opd\.ratio_cap, which is read with opd\.teacher alone",
+        ),
     ],
 )
 def test_a_policy_and_what_reads_it_come_together(keys: dict, message: str, tmp_path: Path):

@@ -20,6 +20,7 @@ from ml_collections import ConfigDict
 from thundersync_jax.config_learner import LearnerSection
 from thundersync_jax.config_opd import OpdSection
 from thundersync_jax.config_reference import ReferenceSection
+from thundersync_jax.config_sampling import SamplingSection
 from thundersync_jax.config_sections import (
     CheckpointSection,
     DataSection,
@@ -29,7 +30,6 @@ from thundersync_jax.config_sections import (
     OptimizerSection,
     RolloutSection,
     RunSection,
-    SamplingSection,
     SandboxSection,
 )
 from thundersync_jax.config_serving import ColocatedSection, ServingSection
@@ -76,6 +76,12 @@ class RunConfig:
             "learner.stream_turns",
             self.learner.stream_turns,
             "'never' with opd.teacher, whose turns opd.stream_turns decides about",
+        )
+        check(
+            not self.opd.teacher or self.run.max_refilled_groups == 0,
+            "run.max_refilled_groups",
+            self.run.max_refilled_groups,
+            "0 with opd.teacher: no reward counts, so no group is lost when its rewards tie",
         )
         longest = max(self.opd.prefix_buckets, default=self.model.max_context)
         check(

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from thundersync_jax.config_sampling import SamplingSection
+from thundersync_jax.config_sampling import EvaluationSamplingSection
 from thundersync_jax.errors import check, check_choice
 
 RESUME_MUTABLE = {"resume_mutable": True}
@@ -234,14 +234,12 @@ class DataSection:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluationSection:
-    """Held-out evaluation: every N steps (0: never), the first num_tasks of the held-out split,
-    greedy by default.
-    """
+    """Held-out evaluation: every N steps (0: never), the first num_tasks of the held-out split."""
 
     every_steps: int = mutable(0)
     num_tasks: int = mutable(64)
-    sampling: SamplingSection = dataclasses.field(
-        default_factory=lambda: SamplingSection(temperature=0.0), metadata=RESUME_MUTABLE
+    sampling: EvaluationSamplingSection = dataclasses.field(
+        default_factory=EvaluationSamplingSection, metadata=RESUME_MUTABLE
     )
 
     def __post_init__(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -107,12 +108,14 @@ def load_weights(policy: FrozenPolicy) -> Params:
 def _check_roles(config: RunConfig, objective: Objective) -> None:
     """One frozen policy a run, and something that reads it."""
     policy, teacher = config.reference.policy, config.opd.teacher
-    if teacher and (policy or objective.needs_reference):
+    unread = _changed("learner", config.learner, "objective", "objective_options")
+    unread += _changed("reference", config.reference, "policy")
+    if teacher and unread:
         raise ConfigError(
             f"config.opd.teacher = {teacher!r} trains on the teacher's scores alone and reads no "
-            f"objective, so neither reference.policy nor {_OPTIONS} may be set beside it. To learn "
-            "from rewards and a teacher, leave opd.teacher empty, name the teacher in "
-            "reference.policy and set learner.objective_options.distillation_coefficient"
+            f"objective: expected the default of {', '.join(unread)}. To learn from rewards and a "
+            "teacher, leave opd.teacher empty, name the teacher in reference.policy and set "
+            "learner.objective_options.distillation_coefficient"
         )
     if objective.needs_reference and not policy:
         names = ", ".join(term.name for term in objective.terms if term.needs_reference)
@@ -121,11 +124,24 @@ def _check_roles(config: RunConfig, objective: Objective) -> None:
             f"for learner.objective = {objective.name!r} has a term that reads a reference policy "
             f"({names}). Or set {_OPTIONS} to 0"
         )
+    if objective.needs_reference and (unread := _changed("opd", config.opd)):
+        raise ConfigError(
+            f"config.reference.policy = {policy!r}: expected the default of {', '.join(unread)}, "
+            "which is read with opd.teacher alone. A reference scores at sampling.temperature; its "
+            "terms have learner.objective_options (terms_normalizer, distillation_ratio_cap)"
+        )
     if policy and not teacher and not objective.needs_reference:
         raise ConfigError(
             f"config.reference.policy = {policy!r}: expected '', for learner.objective = "
             f"{objective.name!r} has no term that reads it. Or set {_OPTIONS}"
         )
+
+
+def _changed(key: str, section: Any, *names: str) -> list[str]:
+    """The keys of a section, of all or of these, that are not as by default."""
+    default = type(section)()
+    names = names or tuple(field.name for field in dataclasses.fields(section))
+    return [f"{key}.{name}" for name in names if getattr(section, name) != getattr(default, name)]
 
 
 def _check_start(workdir: WorkDirectory) -> None:
