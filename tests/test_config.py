@@ -40,6 +40,13 @@ def test_a_mistyped_key_names_its_neighbor():
         resolve(ConfigDict(config))
 
 
+def test_options_of_a_users_function_are_free():
+    config = default_config()
+    config.learner.objective_options.tis_cap = 2.0
+    config.data.options.path = "tasks"
+    assert resolve(config).learner.objective_options == {"tis_cap": 2.0}
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [

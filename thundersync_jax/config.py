@@ -1,7 +1,8 @@
 """One whole experiment: a frozen `RunConfig` inside, an ml_collections ConfigDict at the edge.
 
 `configs/*.py` start from `default_config()` and change what differs; on the command line
-`--config.learner.pool_size=4` changes a single key. `resolve` turns the ConfigDict into a
+`--config.learner.pool_size=4` changes a single key, and `--config.env.options.KEY=VALUE` adds one
+where options are free. `resolve` turns the ConfigDict into a
 `RunConfig`: unknown keys are refused with the nearest name, values with the range they must lie in.
 Never imports jax.
 """
@@ -143,18 +144,19 @@ def resume_differences(saved: Mapping[str, Any], current: RunConfig) -> list[str
 
 
 def _to_config_dict(section: Any) -> ConfigDict:
+    """Locked, but for mappings of options, whose keys a user's function knows."""
     values: dict[str, Any] = {}
     for field in dataclasses.fields(section):
         value = getattr(section, field.name)
         if dataclasses.is_dataclass(value):
             values[field.name] = _to_config_dict(value)
-        elif isinstance(value, Mapping):
-            free = ConfigDict(dict(value))
-            free.unlock()
-            values[field.name] = free
         else:
-            values[field.name] = value
-    return ConfigDict(values).lock()
+            values[field.name] = dict(value) if isinstance(value, Mapping) else value
+    made = ConfigDict(values).lock()
+    for field in dataclasses.fields(section):
+        if isinstance(getattr(section, field.name), Mapping):
+            made[field.name].unlock()
+    return made
 
 
 def _build(cls: type, values: Mapping[str, Any], prefix: str) -> Any:

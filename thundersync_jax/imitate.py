@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from absl import app, flags
-from ml_collections import config_flags
 
-from thundersync_jax.command_line import load_config, run_main
+from thundersync_jax.command_line import define_config_flag, load_config, run_main
 from thundersync_jax.config import RunConfig, resolve
 from thundersync_jax.config_opd import OpdSection
 from thundersync_jax.envs.base import DemonstratedTurn
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from thundersync_jax.model.presets import TransformerConfig
     from thundersync_jax.rollout.chat import Tokenizer
 
-_CONFIG = config_flags.DEFINE_config_file("config", None, "An experiment: a file of configs/.")
+_CONFIG = define_config_flag()
 _WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the new run.")
 
 
