@@ -158,6 +158,17 @@ def test_a_run_is_refused_before_anything_of_it_is_made(tmp_path: Path):
     assert not workdir.root.exists()
 
 
+def test_a_policy_that_cannot_be_read_is_refused_before_anything_compiles(
+    other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """As when the copy of a work directory has not ended."""
+    monkeypatch.setattr(runtime, "word_tokenizer", lambda _: word_tokenizer(WORDS))
+    workdir = WorkDirectory(tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"opd\.teacher names a run whose newest .* cannot be"):
+        asyncio.run(build(resolve(configured(opd_teacher=str(other))), workdir, print))
+    assert not workdir.root.exists()
+
+
 def test_the_initial_policy_of_a_run_that_starts_from_a_checkpoint_is_not_the_seeds(
     tmp_path: Path,
 ):

@@ -112,7 +112,12 @@ class ModelSection:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerSection:
-    """AdamW with global-norm clipping and a warm-up, constant or cosine schedule."""
+    """AdamW with global-norm clipping and a warm-up, constant or cosine schedule.
+
+    Attributes:
+      decay_steps: of a cosine, from the first step on, the warm-up's included. It does not follow
+        run.num_steps, which a resume may raise.
+    """
 
     learning_rate: float = 5e-4
     schedule: str = "constant"

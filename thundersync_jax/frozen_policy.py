@@ -1,7 +1,8 @@
 """Frozen policies, which only score: the teacher of distillation, or an objective's reference.
 
-Shared by the mains. `find_frozen_policy` is cheap and refuses what cannot score a run's tokens, or
-what nothing would read, before anything compiles; `load_weights` makes or reads the parameters.
+Shared by the mains. Before anything compiles `find_frozen_policy`, which is cheap, refuses what
+cannot score a run's tokens or what nothing would read, and `check_weights` what cannot be read;
+`load_weights` makes or reads the parameters.
 """
 
 from __future__ import annotations
@@ -78,8 +79,14 @@ def find_frozen_policy(
     return FrozenPolicy(key=key, model=_model_of(key, source, tokenizer), source=source)
 
 
+def check_weights(policy: FrozenPolicy) -> None:
+    """Reads a run's parameters once and keeps none: a copy may have broken off. ConfigError."""
+    if isinstance(policy.source, WorkDirectory):
+        load_weights(policy)
+
+
 def load_weights(policy: FrozenPolicy) -> Params:
-    """Its parameters, on the first device. Raises ConfigError or CheckpointError."""
+    """Its parameters, on the first device. Raises ConfigError when they cannot be read."""
     if isinstance(policy.source, int):
         mesh = make_mesh(MeshShape(), jax.devices()[:1])
         return init_on_mesh(policy.model, policy.source, mesh)

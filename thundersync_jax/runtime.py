@@ -23,7 +23,7 @@ from thundersync_jax.envs.base import EnvironmentSuite
 from thundersync_jax.envs.data import load_tasks
 from thundersync_jax.errors import ConfigError, check
 from thundersync_jax.factory import call_factory, import_factory
-from thundersync_jax.frozen_policy import FrozenPolicy, find_frozen_policy
+from thundersync_jax.frozen_policy import FrozenPolicy, check_weights, find_frozen_policy
 from thundersync_jax.learner.compilation import compile_apart
 from thundersync_jax.learner.distiller import Distiller
 from thundersync_jax.learner.learner import Learner
@@ -121,6 +121,8 @@ async def build(
     )
     for task in (*train_tasks, *eval_tasks):
         _check_prompt(task.task_id, suite.prompt(task), tokenizer, config.model.max_context)
+    if frozen is not None:
+        await asyncio.to_thread(check_weights, frozen)
     sandboxes, sandbox_report = await open_pool(config.sandbox)
     lacks = f", which does not enforce {', '.join(sandbox_report.unenforced)}"
     announce(f"tools run in {sandbox_report.backend}{lacks if sandbox_report.unenforced else ''}")
