@@ -108,8 +108,13 @@ class Distiller(BaseLearner[SegmentWork]):
             logprob_chunk=logprob_chunk,
         )
         mesh = mesh or make_mesh(MeshShape(), jax.devices()[:1])
-        self._config = dataclasses.replace(
-            config, pool_size=0, held_gradients=0, prompt_buckets=(), pack_tokens=0
+        self._config = LearnerSection(
+            mesh=config.mesh,
+            buckets=config.buckets,
+            tokens_per_step=config.tokens_per_step,
+            max_logprob_gap=config.max_logprob_gap,
+            pool_size=0,
+            held_gradients=0,
         )
         stream_turns = StreamTurns(opd.stream_turns)
         self._prefix_buckets = opd.prefix_buckets or config.buckets[-1:]
