@@ -86,6 +86,11 @@ def test_options_of_a_users_function_are_free():
         ({"optimizer__schedule": "cosine"}, "optimizer.decay_steps = 0: expected more than"),
         ({"env__factory": "module"}, "expected 'package.module:function'"),
         (
+            {"opd__prefix_buckets": (8, 62)},
+            r"\(8, 62\): expected a last length from 63, .* to 64",
+        ),
+        ({"opd__prefix_buckets": (65,)}, r"opd.prefix_buckets = \(65,\): expected a last length"),
+        (
             {"opd__teacher": "runs/teacher", "run__max_refilled_groups": 2},
             "run.max_refilled_groups = 2: expected 0 with opd.teacher: no reward counts",
         ),

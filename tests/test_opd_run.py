@@ -34,7 +34,10 @@ def run(main: str, workdir: Path, *arguments: str) -> None:
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Some supervised steps of binary search."""
     workdir = tmp_path_factory.mktemp("teacher") / "run"
-    run("imitate", workdir, "--config.run.num_steps=20", "--config.model.preset=micro")
+    run(
+        "imitate", workdir, "--config.run.num_steps=20", "--config.model.preset=micro",
+        "--config.learner.reduction=exact",  # of a run that it could go on as
+    )  # fmt: skip
     return workdir
 
 

@@ -84,14 +84,14 @@ class RunConfig:
             self.run.max_refilled_groups,
             "0 with opd.teacher: no reward counts, so no group is lost when its rewards tie",
         )
-        longest = max(self.opd.prefix_buckets, default=self.model.max_context)
+        least, most = self.model.max_context - 1, self.learner.buckets[-1]
         check(
-            longest >= self.model.max_context - 1,
+            least <= max(self.opd.prefix_buckets, default=most) <= most,
             "opd.prefix_buckets",
             self.opd.prefix_buckets,
-            f"a last length of at least {self.model.max_context - 1}: all of model.max_context but "
-            "one token",
-            "() takes the longest of learner.buckets.",
+            f"a last length from {least}, all of model.max_context but one token, to {most}, the "
+            "longest of learner.buckets",
+            "() takes that one.",
         )
         is_untruncated = (
             self.sampling.top_k == 0

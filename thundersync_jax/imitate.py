@@ -57,7 +57,7 @@ def imitate(config: RunConfig, workdir: WorkDirectory) -> None:
     """Trains from the seed's parameters to `run.num_steps`, unless a checkpoint is there."""
     from thundersync_jax.learner.checkpoint import Checkpointer, RunPosition
     from thundersync_jax.rollout.chat import word_tokenizer
-    from thundersync_jax.runtime import load_suite, make_model
+    from thundersync_jax.runtime import load_split, load_suite, make_model
 
     suite = load_suite(config.env)
     demonstrate = getattr(suite, "demonstration", None)
@@ -72,8 +72,8 @@ def imitate(config: RunConfig, workdir: WorkDirectory) -> None:
         if checkpoints.latest() is not None:
             print(f"{workdir.root} holds a checkpoint already: nothing to do")
             return
+        tasks = load_split(config, suite, workdir, config.data.train_split)
         learner = _make_learner(config, make_model(config, tokenizer))
-        tasks = suite.tasks(config.data.train_split)
         size = config.run.groups_per_step * config.run.group_size
         for step in range(config.run.num_steps):
             for number in range(size):

@@ -113,9 +113,9 @@ async def build(
         config, objective=objective, model=model, tokenizer=tokenizer, workdir=workdir
     )
     mesh = make_learner_mesh(config, model)
-    train_tasks = _tasks(config, suite, workdir, config.data.train_split)
+    train_tasks = load_split(config, suite, workdir, config.data.train_split)
     eval_tasks = (
-        _tasks(config, suite, workdir, config.data.eval_split)[: config.evaluation.num_tasks]
+        load_split(config, suite, workdir, config.data.eval_split)[: config.evaluation.num_tasks]
         if config.evaluation.every_steps
         else ()
     )
@@ -225,7 +225,7 @@ def _make_programs(
     return engine, learner, scorer
 
 
-def _tasks(
+def load_split(
     config: RunConfig, suite: EnvironmentSuite, workdir: WorkDirectory, split: str
 ) -> Sequence[Task]:
     """The tasks of one split, from the data set or from the environment."""
