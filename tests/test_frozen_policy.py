@@ -55,10 +55,14 @@ def find(config: ConfigDict, workdir: Path, words: tuple[str, ...] = WORDS) -> F
 
 @pytest.fixture
 def other(tmp_path: Path) -> Path:
-    """The work directory of another run, as far as a search for a policy looks."""
     config = configured()
     config.model.preset = "micro"
-    workdir = WorkDirectory(tmp_path / "other")
+    return work_directory_of(config, tmp_path / "other")
+
+
+def work_directory_of(config: ConfigDict, root: Path) -> Path:
+    """The work directory of another run, as far as a search for a policy looks."""
+    workdir = WorkDirectory(root)
     workdir.root.mkdir()
     workdir.claim(resolve(config), tokenizer=word_tokenizer(WORDS).fingerprint)
     (workdir.checkpoints / "3").mkdir(parents=True)
@@ -87,6 +91,16 @@ def test_a_work_directory_is_a_policy_of_its_own_shapes(key: str, other: Path, t
     unreadable = rf"config.{key.replace('_', '.')} names a run whose newest checkpoint cannot be"
     with pytest.raises(ConfigError, match=unreadable):  # an empty directory
         load_weights(found)
+
+
+def test_a_policy_in_float64_needs_a_run_in_float64(tmp_path: Path):
+    config = configured()
+    config.model.dtype = "float64"
+    other = work_directory_of(config, tmp_path / "other")
+    with pytest.raises(
+        ConfigError, match=r"model\.dtype = 'float32': expected 'float64', in which"
+    ):
+        find(configured(opd_teacher=str(other)), tmp_path / "run")
 
 
 @pytest.mark.parametrize("key", ["opd.teacher", "reference.policy"])

@@ -16,7 +16,7 @@ import jax
 
 from thundersync_jax.config import RunConfig, from_dict
 from thundersync_jax.config_reference import INITIAL
-from thundersync_jax.errors import ConfigError
+from thundersync_jax.errors import ConfigError, check
 from thundersync_jax.learner.checkpoint import Checkpointer, CheckpointError
 from thundersync_jax.losses.objective import Objective
 from thundersync_jax.model.presets import ModelError, TransformerConfig, preset
@@ -70,13 +70,22 @@ def find_frozen_policy(
         return None
     key = "opd.teacher" if config.opd.teacher else "reference.policy"
     source = WorkDirectory(Path(name))
-    if source.root == workdir.root:
+    if source.root.resolve() == workdir.root.resolve():
         raise ConfigError(
             f"config.{key} = {name!r} is this run's own directory, whose newest checkpoint changes "
             f"while it trains: name a copy of it. The policy that a run starts from is the "
             f"reference.policy {INITIAL!r}"
         )
-    return FrozenPolicy(key=key, model=_model_of(key, source, tokenizer), source=source)
+    found = _model_of(key, source, tokenizer)
+    check(
+        found.dtype != "float64" or model.dtype == "float64",
+        "model.dtype",
+        model.dtype,
+        f"'float64', in which the policy of {key} = {name!r} computes: 64-bit numbers are on or "
+        "off for a whole run",
+        "Or name another policy.",
+    )
+    return FrozenPolicy(key=key, model=found, source=source)
 
 
 def check_weights(policy: FrozenPolicy) -> None:
