@@ -27,6 +27,7 @@ from thundersync_jax.frozen_policy import FrozenPolicy, check_weights, find_froz
 from thundersync_jax.learner.compilation import compile_apart
 from thundersync_jax.learner.distiller import Distiller
 from thundersync_jax.learner.learner import Learner
+from thundersync_jax.learner.reduction import REDUCTIONS
 from thundersync_jax.losses.objective_check import check_turns
 from thundersync_jax.losses.objectives import make_objective
 from thundersync_jax.model.presets import TransformerConfig, preset
@@ -106,6 +107,9 @@ async def build(
     objective = make_objective(config.learner.objective, config.learner.objective_options)
     if config.learner.stream_turns != "never":
         check_turns(objective)
+    num_groups = config.run.groups_per_step + config.run.max_refilled_groups
+    sizes = [config.run.group_size] * num_groups
+    REDUCTIONS[config.learner.reduction].check_group(f"{num_groups} groups", sizes, objective)
     suite = load_suite(config.env)
     tokenizer = word_tokenizer(suite.vocabulary)
     model = make_model(config, tokenizer)
