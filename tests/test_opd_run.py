@@ -11,11 +11,17 @@ from pathlib import Path
 import learner_cases as lc
 import numpy as np
 import pytest
+import small_run
+from ml_collections import ConfigDict
 
+from thundersync_jax.config import resolve
+from thundersync_jax.errors import ConfigError
+from thundersync_jax.imitate import imitate
 from thundersync_jax.learner.checkpoint import Checkpointer
 from thundersync_jax.metrics import read_jsonl
 from thundersync_jax.model.presets import preset
 from thundersync_jax.model.transformer import init_params
+from thundersync_jax.workdir import WorkDirectory
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
@@ -89,6 +95,22 @@ def test_a_run_without_its_checkpoint_replays_to_the_same_weights(
     moved = np.abs(np.asarray(weights[0]["embedding"]) - np.asarray(like["embedding"]))
     assert moved.max() > 1e-4
     assert lc.rel_l2(weights[1], weights[0]) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("options", "split", "message"),
+    [
+        ({"num_values": 512, "max_turns": 50}, "train", "cannot be learned: .* longest bucket 12"),
+        ({"num_values": 4}, "nowhere", "no split 'nowhere'"),
+    ],
+)
+def test_what_imitation_cannot_learn_from_is_refused(
+    options: dict[str, int], split: str, message: str, tmp_path: Path
+):
+    config = small_run.get_config()
+    config.env.options, config.data.train_split = ConfigDict(options), split
+    with pytest.raises(ConfigError, match=message):
+        imitate(resolve(config), WorkDirectory(tmp_path / "run"))
 
 
 @pytest.mark.slow

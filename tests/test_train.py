@@ -332,7 +332,7 @@ def test_a_corrupt_checkpoint_is_named_and_nothing_is_lost(finished: Path, tmp_p
         (["--config.env.options.num_values=1"], "num_values = 1: expected at least 2"),
         (
             ["--config.learner.reduction=exact", "--config.run.group_size=5000"],
-            "2 groups: with group_size 5000 a pair of this step has 5000 addends",
+            "2 groups a step: with group_size 5000 a pair of this step has 5000 addends",
         ),
         (["--config.sandbox.backend=docker"], "config.sandbox.backend = 'docker': expected one of"),
     ],

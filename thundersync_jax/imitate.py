@@ -22,7 +22,7 @@ from thundersync_jax.config import RunConfig, resolve
 from thundersync_jax.config_opd import OpdSection
 from thundersync_jax.envs.base import DemonstratedTurn
 from thundersync_jax.errors import ConfigError
-from thundersync_jax.trajectory import ScoredTurn, TrajectoryBuilder
+from thundersync_jax.trajectory import ScoredTurn, TrajectoryBuilder, TrajectoryTokens
 from thundersync_jax.workdir import WorkDirectory
 
 if TYPE_CHECKING:
@@ -80,9 +80,8 @@ def imitate(config: RunConfig, workdir: WorkDirectory) -> None:
                 draw = step * size + number
                 task = tasks[draw % len(tasks)]
                 prompt = tokenizer.encode(suite.prompt(task))
-                group = learner.open_group(task.task_id, prompt, 1)
                 demonstration = demonstrate(task, config.run.seed * 2**32 + draw)
-                _add(learner, group, demonstration, tokenizer)
+                _add(learner, task.task_id, prompt, _tokens_of(demonstration, tokenizer))
             report = learner.update()
             if (step + 1) % 50 == 0 or step + 1 == config.run.num_steps:
                 print(f"step {step + 1}: gradient norm {report.grad_norm:.3g}", flush=True)
@@ -113,12 +112,7 @@ def _make_learner(config: RunConfig, model: TransformerConfig) -> Distiller:
     )
 
 
-def _add(
-    learner: Distiller,
-    group: int,
-    demonstration: Sequence[DemonstratedTurn],
-    tokenizer: Tokenizer,
-) -> None:
+def _tokens_of(demonstration: Sequence[DemonstratedTurn], tokenizer: Tokenizer) -> TrajectoryTokens:
     """One demonstration as one trajectory; what is not to be learned is read only."""
     builder = TrajectoryBuilder()
     for turn in demonstration:
@@ -128,10 +122,19 @@ def _add(
             builder.append_action(ids, [-1.0] * len(ids), [0] * len(ids))
         else:
             builder.append_observation(ids)
-    tokens = builder.build()
-    learner.add_turn(
-        group, 0, ScoredTurn(tokens=tokens, teacher_logprobs=np.zeros(tokens.num_tokens))
-    )
+    return builder.build()
+
+
+def _add(learner: Distiller, task_id: str, prompt: Sequence[int], tokens: TrajectoryTokens) -> None:
+    """Gives the learner a demonstration. Raises ConfigError where it does not fit."""
+    from thundersync_jax.learner.groups import LearnerError
+
+    turn = ScoredTurn(tokens=tokens, teacher_logprobs=np.zeros(tokens.num_tokens))
+    try:
+        group = learner.open_group(task_id, prompt, 1)
+        learner.add_turn(group, 0, turn)
+    except LearnerError as error:
+        raise ConfigError(f"a demonstration cannot be learned: {error}") from error
     learner.add_trajectory(group, 0, tokens)
 
 

@@ -26,8 +26,10 @@ from thundersync_jax.factory import call_factory, import_factory
 from thundersync_jax.frozen_policy import FrozenPolicy, check_weights, find_frozen_policy
 from thundersync_jax.learner.compilation import compile_apart
 from thundersync_jax.learner.distiller import Distiller
+from thundersync_jax.learner.groups import LearnerError
 from thundersync_jax.learner.learner import Learner
 from thundersync_jax.learner.reduction import REDUCTIONS
+from thundersync_jax.losses.objective import Objective
 from thundersync_jax.losses.objective_check import check_turns
 from thundersync_jax.losses.objectives import make_objective
 from thundersync_jax.model.presets import TransformerConfig, preset
@@ -107,9 +109,7 @@ async def build(
     objective = make_objective(config.learner.objective, config.learner.objective_options)
     if config.learner.stream_turns != "never":
         check_turns(objective)
-    num_groups = config.run.groups_per_step + config.run.max_refilled_groups
-    sizes = [config.run.group_size] * num_groups
-    REDUCTIONS[config.learner.reduction].check_group(f"{num_groups} groups", sizes, objective)
+    _check_step(config, objective)
     suite = load_suite(config.env)
     tokenizer = word_tokenizer(suite.vocabulary)
     model = make_model(config, tokenizer)
@@ -250,6 +250,17 @@ def load_split(
             f"the split {split!r} of {config.env.factory} has no tasks. {_SPLIT_REMEDY}"
         )
     return tasks
+
+
+def _check_step(config: RunConfig, objective: Objective) -> None:
+    """A step of so many groups can be summed."""
+    num_groups = config.run.groups_per_step + config.run.max_refilled_groups
+    sizes = [config.run.group_size] * num_groups
+    reduction = REDUCTIONS[config.learner.reduction]
+    try:
+        reduction.check_group(f"config.run: {num_groups} groups a step", sizes, objective)
+    except LearnerError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _check_prompt(task_id: str, prompt: str, tokenizer: Tokenizer, max_context: int) -> None:
