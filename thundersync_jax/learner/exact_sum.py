@@ -3,7 +3,7 @@
 Every leaf has a grid of its own, the multiples of 2**exponent. An addend is rounded to it once, to
 the nearest, ties to even, and split in two integers that are added limb by limb:
 
-    x ~ (high * 2**20 + low) * 2**exponent,    |high|, |low| <= 2**19
+    x ~ (high * 2**20 + low) * 2**exponent
 
 Integer addition does not round, so the order does not show. An addend of 2**(exponent + 39) or more
 *promotes* the grid: exponent + 20, low <- high, high <- 0. Since `high` alone is x rounded to the
@@ -20,8 +20,10 @@ Invariants:
   * An addend that is not finite, or from 2**125 on, makes the sum read NaN until it is cleared. It
     is never rounded to a number.
 
-The coefficient of a fold multiplies in float32 first: q(fl32(coefficient * x)) is folded. Scaling
-by powers of two is exact, so it does not matter whether a compiler fuses it with an addition.
+A coefficient is two floats, a number and what float32 leaves of it, and its product with x is
+rounded once, to the grid (`limbs.py`). So is what closes a pair: a G1 + b G2 may cancel by many
+digits, where the rewards lie far from c, before it is rounded to float32: what is left has the
+error of G1's grid, 2**-32 of the largest addend where it fits.
 """
 
 from __future__ import annotations
@@ -35,16 +37,24 @@ import numpy as np
 from flax import struct
 
 from thundersync_jax.errors import ConfigError
+from thundersync_jax.learner.limbs import (
+    FIRST_EXPONENT,
+    LIMB_BITS,
+    MAX_LIMB,
+    NO_PEAK,
+    TOP_BITS,
+    Limbs,
+    binary_exponent,
+    combination,
+    exponent_for,
+    product,
+    quantize,
+    to_float,
+)
 from thundersync_jax.learner.sums import Tree, in_place
 
-LIMB_BITS = 20
-MAX_ADDENDS = 2 ** (32 - LIMB_BITS) - 1  # each takes 2**19 of an int32's 2**31
-FIRST_EXPONENT = -130  # the lowest: every magnitude of float32 is promoted from there
+MAX_ADDENDS = (2**31 - 1) // MAX_LIMB
 MARGIN_BITS = 6  # by which a step's addends may exceed the last step's before they promote
-NO_PEAK = -127  # binary exponent of zero
-_TOP_BITS = 2 * LIMB_BITS - 1  # of the largest addend, without its sign
-_PEAK_LIMIT = 125  # beyond, 2**-(exponent + 20) could leave the normal numbers
-_OVERFLOW = 2**20  # the exponent of a sum that reads NaN
 
 
 class Grid(struct.PyTreeNode):
@@ -87,21 +97,28 @@ class ExactSum(struct.PyTreeNode):
         limbs, one = jax.tree.map(limb, values), numbers(len(jax.tree.leaves(values)))
         return cls(high=limbs, low=limbs, grid=Grid(exponent=one, start=one, peak=one))
 
+    @staticmethod
+    def weights(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
+        heads = values.astype(dtype)
+        return np.stack([heads, (values - heads).astype(dtype)], axis=-1)
+
     def fold(self, coefficient: jax.Array, addend: Tree) -> Self:
+        is_wanted = jnp.any(coefficient != 0)
         # Rounding is monotone: the largest product is that of the largest entry.
-        largest = jnp.where(coefficient == 0, 0, jnp.abs(coefficient) * _largest(addend))
+        largest = jnp.abs(jnp.ravel(coefficient)[0]) * _largest(addend)
+        peak = binary_exponent(jnp.where(is_wanted, largest, 0))
 
         def add(acc: Self) -> Self:
-            def limbs_of(x: jax.Array, exponent: jax.Array) -> tuple[jax.Array, jax.Array]:
-                return quantize(coefficient * x.astype(jnp.float32), exponent)
+            def limbs_of(x: jax.Array, exponent: jax.Array) -> Limbs:
+                return product(coefficient, x.astype(jnp.float32), exponent)
 
             limbs = jax.tree.map(limbs_of, addend, acc._by_leaf(acc.grid.exponent))
             return acc.replace(
-                high=jax.tree.map(lambda high, pair: high + pair[0], acc.high, limbs),
-                low=jax.tree.map(lambda low, pair: low + pair[1], acc.low, limbs),
+                high=jax.tree.map(lambda high, new: high + new.high, acc.high, limbs),
+                low=jax.tree.map(lambda low, new: low + new.low, acc.low, limbs),
             )
 
-        return in_place(coefficient != 0, add, self._promoted(binary_exponent(largest)))
+        return in_place(is_wanted, add, self._promoted(peak))
 
     def _promoted(self, peak: jax.Array) -> Self:
         """On a grid that holds addends of these binary exponents."""
@@ -121,22 +138,23 @@ class ExactSum(struct.PyTreeNode):
         return jax.lax.fori_loop(0, rounds, promote, self).replace(grid=grid)
 
     def close(self, coefficients: jax.Array, is_used: jax.Array, first: Self, second: Self) -> Self:
-        def combined(first: jax.Array, second: jax.Array) -> jax.Array:
-            a, b = coefficients.astype(jnp.float32)
-            return a * first + b * second
+        return self.fold(is_used.astype(jnp.float32), first.combined(coefficients, second))
 
-        values = jax.tree.map(combined, first.read(), second.read())
-        return self.fold(is_used.astype(jnp.float32), values)
+    def combined(self, coefficients: jax.Array, other: Self) -> Tree:
+        def one(*limbs: Limbs) -> jax.Array:
+            return combination(coefficients, limbs)
+
+        return jax.tree.map(one, self._limbs(), other._limbs(), is_leaf=_is_limbs)
 
     def read(self) -> Tree:
-        return jax.tree.map(to_float, self.high, self.low, self._by_leaf(self.grid.exponent))
+        return jax.tree.map(to_float, self._limbs(), is_leaf=_is_limbs)
 
     def snapped(self, addend: Tree) -> Tree:
         start = self.grid.start.reshape(-1, self.grid.start.shape[-1])[0]  # that of all slots
         exponent = exponent_for(binary_exponent(_largest(addend)), start)
 
         def snap(x: jax.Array, exponent: jax.Array) -> jax.Array:
-            return to_float(*quantize(x.astype(jnp.float32), exponent), exponent)
+            return to_float(quantize(x.astype(jnp.float32), exponent))
 
         return jax.tree.map(snap, addend, self._by_leaf(exponent))
 
@@ -149,7 +167,7 @@ class ExactSum(struct.PyTreeNode):
             levels = levels.reshape(-1, *[1] * (high.ndim - 1))
             low = jnp.where(levels == 0, low, jnp.where(levels == 1, high, 0))
             high = jnp.where(levels == 0, high, 0)
-            return to_float(jnp.sum(high, axis=0), jnp.sum(low, axis=0), exponent)
+            return to_float(Limbs(jnp.sum(high, axis=0), jnp.sum(low, axis=0), exponent))
 
         levels = self._by_leaf((exponent - self.grid.exponent) // LIMB_BITS)
         return jax.tree.map(one, self.high, self.low, levels, self._by_leaf(exponent))
@@ -188,59 +206,23 @@ class ExactSum(struct.PyTreeNode):
             )
         )
 
+    def _limbs(self) -> Tree:
+        """Its leaves as `Limbs`."""
+        return jax.tree.map(Limbs, self.high, self.low, self._by_leaf(self.grid.exponent))
+
     def _by_leaf(self, numbers: jax.Array) -> Tree:
         """Numbers [..., N], one a leaf, as a tree."""
         one_each = [numbers[..., at] for at in range(numbers.shape[-1])]
         return jax.tree.unflatten(jax.tree.structure(self.high), one_each)
 
 
-# -- one leaf -------------------------------------------------------------------------------------
-
-
-def quantize(x: jax.Array, exponent: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(high, low) of float32 values below 2**(exponent + 39)."""
-    scaled = x * power_of_two(-(exponent + LIMB_BITS))
-    high = jnp.round(scaled)
-    low = jnp.round((scaled - high) * 2.0**LIMB_BITS)
-    return high.astype(jnp.int32), low.astype(jnp.int32)
-
-
-def to_float(high: jax.Array, low: jax.Array, exponent: jax.Array) -> jax.Array:
-    """The float32 nearest to the limbs' value, but for two roundings; it depends on nothing else.
-
-    Carrying first makes it the same for all limbs of one value.
-    """
-    carried = (low >> LIMB_BITS) + ((low >> (LIMB_BITS - 1)) & 1)
-    high, low = high + carried, low - (carried << LIMB_BITS)
-    scaled = high.astype(jnp.float32) + low.astype(jnp.float32) * 2.0**-LIMB_BITS
-    value = scaled * power_of_two(exponent + LIMB_BITS)
-    return jnp.where(exponent == _OVERFLOW, jnp.nan, value)
-
-
-def exponent_for(peak: jax.Array, exponent: jax.Array) -> jax.Array:
-    """The grid that `exponent` is promoted to for addends below 2**(peak + 1)."""
-    missing = peak + 1 - _TOP_BITS - exponent
-    levels = jnp.maximum(-(-missing // LIMB_BITS), 0)
-    return jnp.where(peak >= _PEAK_LIMIT, _OVERFLOW, exponent + levels * LIMB_BITS)
-
-
 def start_for(peak: int) -> int:
     """The grid for a step whose largest addend is like one below 2**(peak + 1)."""
-    return max(peak + 1 + MARGIN_BITS - _TOP_BITS, FIRST_EXPONENT)
+    return max(peak + 1 + MARGIN_BITS - TOP_BITS, FIRST_EXPONENT)
 
 
-def binary_exponent(x: jax.Array) -> jax.Array:
-    """floor(log2 x) of float32 values from 0 on; NO_PEAK of 0 and below the normal numbers, 128 of
-    what is not finite.
-    """
-    bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
-    return ((bits >> 23) & 255) - 127
-
-
-def power_of_two(exponent: jax.Array) -> jax.Array:
-    """2**exponent in float32, exactly; of the normal numbers."""
-    bits = (jnp.clip(exponent, -126, 127) + 127) << 23
-    return jax.lax.bitcast_convert_type(bits.astype(jnp.int32), jnp.float32)
+def _is_limbs(tree: Any) -> bool:
+    return isinstance(tree, Limbs)
 
 
 def _largest(tree: Tree) -> jax.Array:

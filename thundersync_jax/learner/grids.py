@@ -16,7 +16,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from thundersync_jax.learner.exact_sum import FIRST_EXPONENT, NO_PEAK, Grid, start_for
+from thundersync_jax.learner.exact_sum import Grid, start_for
+from thundersync_jax.learner.limbs import FIRST_EXPONENT, NO_PEAK
 
 PAIR = ("reward_score_grad", "score_grad")
 ADJOINTS = ("adjoint1", "adjoint2")

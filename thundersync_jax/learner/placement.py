@@ -90,6 +90,13 @@ class Placement:
     def local_scalars(self, *shape: int) -> jax.ShapeDtypeStruct:
         return self.local(np.zeros((self.num_replicas, *shape), self.scalar_dtype))
 
+    def weights(self, values: Any) -> np.ndarray:
+        """Coefficients as the sums take them."""
+        return self._sum_type.weights(np.asarray(values, np.float64), self.scalar_dtype)
+
+    def local_weights(self, *shape: int) -> jax.ShapeDtypeStruct:
+        return self.local(self.weights(np.zeros((self.num_replicas, *shape))))
+
     def scalars(self, *shape: int) -> jax.ShapeDtypeStruct:
         return self._struct(np.zeros(shape, self.scalar_dtype), PartitionSpec())
 
@@ -107,8 +114,8 @@ class Placement:
         """Where held gradients go, one a replica."""
         fields: Any = {
             "is_used": np.zeros(self.num_replicas, np.bool_),
-            "coefficients": np.zeros((self.num_replicas, num_buffers), self.scalar_dtype),
-            "pair_coefficients": np.zeros((self.num_replicas, 2), self.scalar_dtype),
+            "coefficients": self.weights(np.zeros((self.num_replicas, num_buffers))),
+            "pair_coefficients": self.weights(np.zeros((self.num_replicas, 2))),
             "slot": np.zeros(self.num_replicas, np.int32),
             "held_slot": np.zeros(self.num_replicas, np.int32),
         }

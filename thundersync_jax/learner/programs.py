@@ -141,8 +141,9 @@ class Programs:
         Args:
           coefficients: [R, num buffers, K]; pair_coefficients: [R, 2, K].
         """
-        scalars = (self._scalars(coefficients), self._scalars(pair_coefficients))
-        return self._get(name)(params, buffers, slots, *scalars, lanes)
+        weigh = self.placement.weights
+        weights = (weigh(coefficients), weigh(pair_coefficients))
+        return self._get(name)(params, buffers, slots, *weights, lanes)
 
     def bind(
         self,
@@ -153,8 +154,8 @@ class Programs:
     ) -> tuple[Sum, tuple[Sum, ...], PromptSlots | None]:
         """`streaming.bind` on every replica; all but the binding is donated."""
         binding = binding.replace(
-            coefficients=self._scalars(binding.coefficients),
-            pair_coefficients=self._scalars(binding.pair_coefficients),
+            coefficients=self.placement.weights(binding.coefficients),
+            pair_coefficients=self.placement.weights(binding.pair_coefficients),
         )
         return self._get(Whole.BIND)(held, buffers, slots, binding)
 
@@ -172,7 +173,7 @@ class Programs:
     ) -> tuple[Sum, ...]:
         """`streaming.prompt_backward` on every replica; sums are donated. coefficients [R, 2]."""
         program = self._get(PromptBackward(prompts.tokens.shape[1]))
-        return program(params, sums, slots, self._scalars(coefficients), prompts)
+        return program(params, sums, slots, self.placement.weights(coefficients), prompts)
 
     def close(
         self,
@@ -186,7 +187,7 @@ class Programs:
         Args:
           coefficients: [R, 2]; is_used: bool [R].
         """
-        scalars = (self._scalars(coefficients), is_used)
+        scalars = (self.placement.weights(coefficients), is_used)
         return self._get(Whole.CLOSE)(batch, *pair, *scalars)
 
     def update(
@@ -269,8 +270,8 @@ class Programs:
                 place.params,
                 buffers,
                 slots,
-                place.local_scalars(len(buffers), num_lanes),
-                place.local_scalars(2, num_lanes),
+                place.local_weights(len(buffers), num_lanes),
+                place.local_weights(2, num_lanes),
                 place.lanes(num_lanes, name.bucket),
             ),
             results=(buffers, slots, place.stats(num_lanes)),
@@ -286,11 +287,11 @@ class Programs:
                 arguments=(place.params, place.slots, prompts),
                 results=place.slots,
             )
-        scalars = place.local_scalars(2)
+        weights = place.local_weights(2)
         return Program(
             self._on_replicas(functools.partial(streaming.prompt_backward, self._settings), 5),
             donated=(1,),
-            arguments=(place.params, self._sums, place.slots, scalars, prompts),
+            arguments=(place.params, self._sums, place.slots, weights, prompts),
             results=self._sums,
         )
 
@@ -309,7 +310,7 @@ class Programs:
                 return Program(
                     self._on_replicas(streaming.close_group, 5, num_shared=0),
                     donated=(0, 1, 2),
-                    arguments=(acc, acc, acc, place.local_scalars(2), place.is_used()),
+                    arguments=(acc, acc, acc, place.local_weights(2), place.is_used()),
                     results=(acc, acc, acc),
                 )
             case Whole.UPDATE:

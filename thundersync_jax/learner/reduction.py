@@ -3,7 +3,7 @@
 ordered   float32 sums, whose last bits depend on the order in which trajectories arrive
 exact     `exact_sum.py`. The updated weights have the same bits for every arrival order, mix of
           paths, pool size and mode, and after a restart: every path folds the same integers
-          q(fl32((r_i - c) g_i)) and q(g_i) into a pair (q(g_i) alone where g_i contains its
+          q((r_i - c) g_i) and q(g_i) into a pair (q(g_i) alone where g_i contains its
           advantage), terms fold q(k_i), and which program computes them depends on content alone.
           For one mesh, back-end and version; what streams by BATCH also opens its groups in one
           order, for that is the order of its rewards.

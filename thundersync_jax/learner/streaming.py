@@ -193,7 +193,8 @@ def prompt_backward(
 
     Args:
       sums: (batch, *terms).
-      coefficients: [2], those that close the group's pair; both 0 leave the batch as it is.
+      coefficients: two of `Sum.weights`, those that close the group's pair; both 0 leave the batch
+        as it is.
     """
     bucket = prompts.tokens.shape[0]
     is_prompt = jnp.arange(bucket) < prompts.length
@@ -206,18 +207,14 @@ def prompt_backward(
         (grad,) = pull_back(jax.tree.map(cotangent, adjoint, kv))
         return grad
 
-    def combined(k1: jax.Array, k2: jax.Array) -> jax.Array:
-        a, b = coefficients.astype(k1.dtype)
-        return a * k1 + b * k2
-
-    first, second, *others = [acc.part(prompts.slot, bucket).read() for acc in slots.adjoints]
+    first, second, *others = [acc.part(prompts.slot, bucket) for acc in slots.adjoints]
     is_used = prompts.length > 0
     is_scored = is_used & jnp.any(coefficients != 0)
     batch, *terms = sums
-    grad = pulled_back(jax.tree.map(combined, first, second))
+    grad = pulled_back(first.combined(coefficients, second))
     batch = batch.fold(is_scored.astype(coefficients.dtype), grad)
     return batch, *(
-        acc.fold(is_used.astype(coefficients.dtype), pulled_back(adjoint))
+        acc.fold(is_used.astype(coefficients.dtype), pulled_back(adjoint.read()))
         for acc, adjoint in zip(terms, others, strict=True)
     )
 
@@ -229,7 +226,7 @@ def close_group(
     coefficients: jax.Array,
     is_used: jax.Array,
 ) -> tuple[Sum, Sum, Sum]:
-    """batch + a G1 + b G2 with (a, b) = `coefficients` [2], and the pair is zero again.
+    """batch + a G1 + b G2 with (a, b) = `coefficients`, and the pair is zero again.
 
     Args:
       is_used: bool []; false leaves everything as it is.

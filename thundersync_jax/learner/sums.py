@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 if TYPE_CHECKING:
@@ -35,11 +36,24 @@ class Sum(Protocol):
           numbers: an abstract int32 array of the given trailing shape, one entry a replica or slot.
         """
 
+    @staticmethod
+    def weights(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
+        """On the host: these float64 coefficients as arrays of coefficients that it takes."""
+
     def fold(self, coefficient: jax.Array, addend: Tree) -> Self:
-        """self + coefficient * addend; with a coefficient of 0 it is not even read."""
+        """self + coefficient * addend; with a coefficient of 0 it is not even read.
+
+        Args:
+          coefficient: one of the weights of any kind of sum, or a number [].
+        """
 
     def close(self, coefficients: jax.Array, is_used: jax.Array, first: Self, second: Self) -> Self:
-        """self + a first + b second with (a, b) = `coefficients` [2], where `is_used`."""
+        """self + a first + b second with (a, b) = `coefficients`, two of `weights`, where
+        `is_used`.
+        """
+
+    def combined(self, coefficients: jax.Array, other: Self) -> Tree:
+        """The value of a self + b other."""
 
     def read(self) -> Tree:
         """Its value."""
@@ -80,27 +94,37 @@ class OrderedSum(struct.PyTreeNode):
     def abstract(cls, values: Tree, numbers: Callable[..., Any]) -> Self:
         return cls(values=values)
 
+    @staticmethod
+    def weights(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
+        return values.astype(dtype)
+
     def fold(self, coefficient: jax.Array, addend: Tree) -> Self:
+        nearest = jnp.ravel(coefficient)[0]  # of the weights of an exact sum
+
         def add(acc: Self) -> Self:
             return acc.replace(
                 values=jax.tree.map(
-                    lambda a, g: a + coefficient.astype(a.dtype) * g.astype(a.dtype),
+                    lambda a, g: a + nearest.astype(a.dtype) * g.astype(a.dtype),
                     acc.values,
                     addend,
                 )
             )
 
-        return in_place(coefficient != 0, add, self)
+        return in_place(nearest != 0, add, self)
 
     def close(self, coefficients: jax.Array, is_used: jax.Array, first: Self, second: Self) -> Self:
-        def one(total: jax.Array, first: jax.Array, second: jax.Array) -> jax.Array:
-            a, b = coefficients.astype(total.dtype)
-            return total + (a * first + b * second)
-
         def add(batch: Self) -> Self:
-            return jax.tree.map(one, batch, first, second)
+            added = first.combined(coefficients, second)
+            return batch.replace(values=jax.tree.map(jnp.add, batch.values, added))
 
         return in_place(is_used, add, self)
+
+    def combined(self, coefficients: jax.Array, other: Self) -> Tree:
+        def one(first: jax.Array, second: jax.Array) -> jax.Array:
+            a, b = coefficients.astype(first.dtype)
+            return a * first + b * second
+
+        return jax.tree.map(one, self.values, other.values)
 
     def read(self) -> Tree:
         return self.values
