@@ -321,7 +321,7 @@ def test_a_corrupt_checkpoint_is_named_and_nothing_is_lost(finished: Path, tmp_p
         (["--config.run.seed=x"], "flag --config.run.seed=x: expected an integer"),
         (["--config.optimizer.learning_rate=x"], "learning_rate=x: expected a number"),
         (["--config.env.options.secret=2"], "unexpected keyword argument 'secret'"),
-        (["--config.learner.objective_options.kl=2"], "Did you mean 'kl_coefficient'?"),
+        (["--config.learner.objective_options.kl_coeficient=2"], "Did you mean 'kl_coefficient'?"),
         (["--config.run.group_size=1"], "config.run.group_size = 1: expected at least 2"),
         (["--config.run.seed=5"], "another configuration: run.seed: 0 -> 5"),
         (["--config.model.preset=tinny"], "tiny"),
