@@ -21,7 +21,8 @@ from thundersync_jax.benchmarks.arrivals import (
     run_turn_events,
     turns_of,
 )
-from thundersync_jax.config_sections import LearnerSection, OptimizerSection
+from thundersync_jax.config_learner import LearnerSection
+from thundersync_jax.config_sections import OptimizerSection
 from thundersync_jax.learner.learner import Learner
 from thundersync_jax.learner.train_state import TrainState
 from thundersync_jax.model.presets import TransformerConfig, preset

@@ -20,8 +20,9 @@ import pytest
 
 from thundersync_jax.benchmarks import turn_arrivals as oc
 from thundersync_jax.benchmarks.turn_arrivals import open_groups, run_events
+from thundersync_jax.config_learner import LearnerSection
 from thundersync_jax.config_opd import OpdSection
-from thundersync_jax.config_sections import LearnerSection, OptimizerSection
+from thundersync_jax.config_sections import OptimizerSection
 from thundersync_jax.errors import ConfigError
 from thundersync_jax.learner.compilation import CompileCounter
 from thundersync_jax.learner.distiller import Distiller, GrowingTrajectoriesError
@@ -132,6 +133,7 @@ def test_the_last_turn_is_never_replayed_and_waiting_turns_run_once_more():
         report = distiller.update()
         seen[stream_turns, is_eager] = (kinds, report.replayed_tokens, dict(report.paths))
         flops[stream_turns, is_eager] = report.replayed_flops
+        assert report.num_by_turns == report.paths["turns"]
     by_turns, whole = {"turns": 1, "whole": 0}, {"turns": 0, "whole": 1}
     stream, forward, close, replay = "turn_stream", "turn_forward", "turn_close", "turn_replay"
     assert seen == {

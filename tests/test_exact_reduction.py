@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from thundersync_jax.benchmarks.exactness import OBJECTIVES
-from thundersync_jax.config_sections import LearnerSection
+from thundersync_jax.config_learner import LearnerSection
 from thundersync_jax.errors import ConfigError
 from thundersync_jax.learner.checkpoint import Checkpointer, RunPosition
 from thundersync_jax.learner.groups import LearnerError

@@ -17,7 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thundersync_jax.config_sections import LearnerSection, OptimizerSection
+from thundersync_jax.config_learner import LearnerSection
+from thundersync_jax.config_sections import OptimizerSection
 from thundersync_jax.learner.buckets import LaneItem, bucket_of, make_example, pad_lanes
 from thundersync_jax.learner.compilation import CompileCounter
 from thundersync_jax.learner.groups import LearnerError

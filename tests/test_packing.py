@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thundersync_jax.config_sections import LearnerSection
+from thundersync_jax.config_learner import LearnerSection
 from thundersync_jax.learner.buckets import Example, bucket_of
 from thundersync_jax.learner.groups import Member
 from thundersync_jax.learner.packing import pack

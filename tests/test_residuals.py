@@ -121,6 +121,9 @@ def test_the_plan_has_a_line_for_caches_and_one_for_residuals():
 def test_residuals_need_replicas_of_one_device():
     with pytest.raises(ConfigError, match=r"opd\.num_residuals = -1: expected 0 or more"):
         OpdSection(num_residuals=-1)
+    for changes in ({"stream_turns": "never"}, {"num_caches": 0}):
+        with pytest.raises(ConfigError, match=r"num_residuals = 3: expected 0 .* no turn streams"):
+            OpdSection(num_residuals=3, **changes)
     mesh: Any = jax.sharding.AbstractMesh((2, 2, 1), ("data", "fsdp", "tensor"))
     with pytest.raises(ConfigError, match=r"opd\.num_residuals = 3: expected 0 where a replica is"):
         _keeping(ScoreSettings(model=MODEL), 3, mesh)

@@ -332,7 +332,8 @@ def test_a_corrupt_checkpoint_is_named_and_nothing_is_lost(finished: Path, tmp_p
         (["--config.lerner.x=2"], "config has no key 'lerner'. Did you mean 'learner'?"),
         (["--config.run.seed=x"], "flag --config.run.seed=x: expected an integer"),
         (["--config.optimizer.learning_rate=x"], "learning_rate=x: expected a number"),
-        (["--config.env.options.secret=2"], "config has no key 'secret'"),
+        (["--config.env.options.secret=2"], "unexpected keyword argument 'secret'"),
+        (["--config.learner.objective_options.kl_coeficient=2"], "Did you mean 'kl_coefficient'?"),
         (["--config.run.group_size=1"], "config.run.group_size = 1: expected at least 2"),
         (["--config.run.seed=5"], "another configuration: run.seed: 0 -> 5"),
         (["--config.model.preset=tinny"], "tiny"),
@@ -341,6 +342,10 @@ def test_a_corrupt_checkpoint_is_named_and_nothing_is_lost(finished: Path, tmp_p
             "config.env.factory = 'no.such:thing': importing no.such raised",
         ),
         (["--config.env.options.num_values=1"], "num_values = 1: expected at least 2"),
+        (
+            ["--config.learner.reduction=exact", "--config.run.group_size=5000"],
+            "2 groups a step: with group_size 5000 a pair of this step has 5000 addends",
+        ),
         (["--config.sandbox.backend=docker"], "config.sandbox.backend = 'docker': expected one of"),
     ],
 )
