@@ -197,7 +197,8 @@ def paged(cache_memory: str, num_residuals: int = 0) -> Distiller:
     )
 
 
-@pytest.mark.parametrize("num_residuals", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_residuals", [0, 1])
 def test_caches_in_host_memory_give_the_same_bits_and_compile_nothing(num_residuals):
     """Kept residuals stay on the device, whatever becomes of the caches."""
     on_device, in_host = paged("device", num_residuals), paged("pinned_host", num_residuals)

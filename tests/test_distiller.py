@@ -341,6 +341,7 @@ def test_a_gradient_that_is_not_finite_names_its_trajectory_and_updates_nothing(
         distiller.update()
 
 
+@pytest.mark.slow
 def test_on_a_mesh_the_gradient_is_the_same_and_replicas_do_not_communicate():
     """Two replicas of four devices; caches for some of the trajectories, partly in the host."""
     done = subprocess.run(

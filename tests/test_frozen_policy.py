@@ -26,6 +26,8 @@ from thundersync_jax.serving.memory import device_bytes
 from thundersync_jax.trajectory_log import step_path
 from thundersync_jax.workdir import WorkDirectory
 
+pytestmark = pytest.mark.optimized
+
 WORDS = ("<bos>", "<eos>", "a")
 MODEL = preset("tiny", vocab_size=9)
 KL = {"kl_coefficient": 0.1}

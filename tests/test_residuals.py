@@ -54,6 +54,7 @@ def test_every_order_gives_the_gradient_of_whole_trajectories(remat):
         distiller.abandon()
 
 
+@pytest.mark.slow
 def test_a_replay_from_residuals_and_one_with_a_forward_pass_agree():
     """To rounding: the two forward passes are compiled in different programs."""
     cases = [oc.random_case(seed) for seed in (3, 7, 9)]

@@ -117,6 +117,7 @@ def test_turns_sum_to_the_trajectory(seed):
     assert lc.rel_l2(gradient_by_turns(SETTINGS, params, case), want) <= 1e-5
 
 
+@pytest.mark.slow
 def test_turns_sum_to_the_trajectory_in_float64():
     with jax.enable_x64(True):
         model = lc.tiny("float64")
