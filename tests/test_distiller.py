@@ -32,6 +32,8 @@ from thundersync_jax.learner.program_names import distillation_program_names
 from thundersync_jax.learner.statistics import LogprobGapError, NonFiniteGradientError
 from thundersync_jax.trajectory import ScoredTurn, TrajectoryError
 
+pytestmark = pytest.mark.optimized
+
 TESTS = Path(__file__).parent
 MODEL = lc.tiny()
 COMBINATIONS = [("idle", 0), ("idle", 3), ("always", 3), ("never", 3)]

@@ -24,6 +24,8 @@ from thundersync_jax.losses.objective import Tokens, lane_sums
 from thundersync_jax.losses.opd import distillation, distillation_weights
 from thundersync_jax.trajectory import ScoredTurn, TrajectoryBuilder
 
+pytestmark = pytest.mark.optimized
+
 LENGTH = oc.LENGTH
 MODEL = lc.tiny()
 CAP = 1.5
