@@ -1,5 +1,6 @@
 """One CPU device; programs compiled once a session are shared by its tests through a persistent
-cache.
+cache. Theorems do not depend on how well machine code is optimized, which takes half of the time to
+compile: files marked `optimized`, and the slow tests, have programs as they run.
 """
 
 from __future__ import annotations
@@ -11,6 +12,17 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 
 import pytest
 
+# Workers take whole files (launch/test.sh): these first, or one worker ends long after the others.
+LONGEST = (
+    *("train", "programs", "objective_streaming", "learner", "exact_reduction", "distiller"),
+    *("opd_run", "reference_run", "residuals", "turn_replay", "mesh", "attention", "packing"),
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    rank = {f"test_{name}.py": at for at, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
+
 
 @pytest.fixture(scope="session", autouse=True)
 def compile_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
@@ -18,3 +30,16 @@ def compile_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
     enable_persistent_cache(tmp_path_factory.mktemp("compile_cache"))
     yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def optimizations(request: pytest.FixtureRequest) -> Iterator[None]:
+    """In this process and those that tests start."""
+    import jax
+
+    is_slow_too = request.config.option.markexpr != "not slow"
+    is_optimized = is_slow_too or request.node.get_closest_marker("optimized") is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", str(int(not is_optimized)))
+        jax.config.update("jax_disable_most_optimizations", not is_optimized)
+        yield

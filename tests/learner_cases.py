@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from thundersync_jax.benchmarks.arrivals import (
@@ -20,14 +21,17 @@ from thundersync_jax.benchmarks.arrivals import (
     run_turn_events,
     turns_of,
 )
-from thundersync_jax.config_sections import LearnerSection, OptimizerSection
+from thundersync_jax.config_learner import LearnerSection
+from thundersync_jax.config_sections import OptimizerSection
 from thundersync_jax.learner.learner import Learner
+from thundersync_jax.learner.train_state import TrainState
 from thundersync_jax.model.presets import TransformerConfig, preset
 from thundersync_jax.model.transformer import init_params
 
 __all__ = [
     "VOCAB_SIZE",
     "Case",
+    "copied",
     "copy_state",
     "enqueue",
     "init_params",
@@ -69,3 +73,9 @@ def copy_state(learner: Learner) -> list[np.ndarray]:
     """Every array of the train state, copied before an update donates it."""
     leaves = jax.tree.leaves((learner.state.params, learner.state.opt_state))
     return [np.array(leaf, copy=True) for leaf in leaves]
+
+
+def copied(state: TrainState) -> TrainState:
+    """A state whose arrays may be donated."""
+    params, opt_state = jax.tree.map(jnp.array, (state.params, state.opt_state))
+    return dataclasses.replace(state, params=params, opt_state=opt_state)

@@ -15,7 +15,8 @@ from collections.abc import Iterable
 import jax
 import learner_cases as lc
 
-from thundersync_jax.config_sections import LearnerSection, OptimizerSection
+from thundersync_jax.config_learner import LearnerSection
+from thundersync_jax.config_sections import OptimizerSection
 from thundersync_jax.learner.learner import Learner
 from thundersync_jax.model.transformer import init_params
 from thundersync_jax.sharding import MeshShape, make_mesh

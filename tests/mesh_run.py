@@ -13,7 +13,8 @@ import jax
 import learner_cases as lc
 import numpy as np
 
-from thundersync_jax.config_sections import LearnerSection, OptimizerSection
+from thundersync_jax.config_learner import LearnerSection
+from thundersync_jax.config_sections import OptimizerSection
 from thundersync_jax.learner.learner import Learner
 from thundersync_jax.model.sharded import init_on_mesh
 from thundersync_jax.model.transformer import init_params

@@ -8,7 +8,7 @@ import learner_cases as lc
 import numpy as np
 
 from thundersync_jax.benchmarks.exactness import OBJECTIVES
-from thundersync_jax.config_sections import LearnerSection
+from thundersync_jax.config_learner import LearnerSection
 from thundersync_jax.learner.learner import Learner
 
 LENGTH = 64

@@ -14,7 +14,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 
 LAYERS = {
     0: {
-        "errors", "factory", "host_memory", "trajectory", "config", "config_opd",
+        "errors", "factory", "host_memory", "trajectory", "config", "config_learner", "config_opd",
         "config_reference", "config_sections", "config_serving", "config_sampling", "metrics",
         "trajectory_log", "workdir", "command_line",
     },

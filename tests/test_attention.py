@@ -134,6 +134,7 @@ def test_branches_packed_after_a_prefix_equal_whole_rows() -> None:
         np.testing.assert_allclose(got[ids == segment], want[0], rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_on_a_mesh_it_is_the_same_function_and_replicas_do_not_communicate() -> None:
     """Manual over `data`, queries over `fsdp`, heads over `tensor`, and the embedding too."""
     assert on_eight_devices("attention") < 1e-5

@@ -31,6 +31,8 @@ from thundersync_jax.learner.turn_schedule import (
 from thundersync_jax.learner.turns import SegmentStage, TurnSequence
 from thundersync_jax.model.kv_cache import KeysValues
 
+pytestmark = pytest.mark.optimized
+
 MODEL = lc.tiny()
 NUM_CACHES, NUM_PLACES = 3, 2  # as many caches as in test_distiller.py, whose programs serve here
 CASES = [oc.random_case(seed) for seed in range(40)]
@@ -195,7 +197,8 @@ def paged(cache_memory: str, num_residuals: int = 0) -> Distiller:
     )
 
 
-@pytest.mark.parametrize("num_residuals", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_residuals", [0, 1])
 def test_caches_in_host_memory_give_the_same_bits_and_compile_nothing(num_residuals):
     """Kept residuals stay on the device, whatever becomes of the caches."""
     on_device, in_host = paged("device", num_residuals), paged("pinned_host", num_residuals)

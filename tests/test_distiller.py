@@ -20,8 +20,9 @@ import pytest
 
 from thundersync_jax.benchmarks import turn_arrivals as oc
 from thundersync_jax.benchmarks.turn_arrivals import open_groups, run_events
+from thundersync_jax.config_learner import LearnerSection
 from thundersync_jax.config_opd import OpdSection
-from thundersync_jax.config_sections import LearnerSection, OptimizerSection
+from thundersync_jax.config_sections import OptimizerSection
 from thundersync_jax.errors import ConfigError
 from thundersync_jax.learner.compilation import CompileCounter
 from thundersync_jax.learner.distiller import Distiller, GrowingTrajectoriesError
@@ -30,6 +31,8 @@ from thundersync_jax.learner.optimizer import make_optimizer
 from thundersync_jax.learner.program_names import distillation_program_names
 from thundersync_jax.learner.statistics import LogprobGapError, NonFiniteGradientError
 from thundersync_jax.trajectory import ScoredTurn, TrajectoryError
+
+pytestmark = pytest.mark.optimized
 
 TESTS = Path(__file__).parent
 MODEL = lc.tiny()
@@ -132,6 +135,7 @@ def test_the_last_turn_is_never_replayed_and_waiting_turns_run_once_more():
         report = distiller.update()
         seen[stream_turns, is_eager] = (kinds, report.replayed_tokens, dict(report.paths))
         flops[stream_turns, is_eager] = report.replayed_flops
+        assert report.num_by_turns == report.paths["turns"]
     by_turns, whole = {"turns": 1, "whole": 0}, {"turns": 0, "whole": 1}
     stream, forward, close, replay = "turn_stream", "turn_forward", "turn_close", "turn_replay"
     assert seen == {
@@ -339,6 +343,7 @@ def test_a_gradient_that_is_not_finite_names_its_trajectory_and_updates_nothing(
         distiller.update()
 
 
+@pytest.mark.slow
 def test_on_a_mesh_the_gradient_is_the_same_and_replicas_do_not_communicate():
     """Two replicas of four devices; caches for some of the trajectories, partly in the host."""
     done = subprocess.run(

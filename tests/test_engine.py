@@ -30,6 +30,8 @@ from thundersync_jax.serving.engine import PolicyEngine, PrefillInput
 from thundersync_jax.transport.client import ServingError
 from thundersync_jax.transport.messages import SamplingParams
 
+pytestmark = pytest.mark.optimized
+
 Emitted = list[tuple[int, float, int]]  # id, log-probability, version
 
 

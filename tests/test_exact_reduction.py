@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from thundersync_jax.benchmarks.exactness import OBJECTIVES
-from thundersync_jax.config_sections import LearnerSection
+from thundersync_jax.config_learner import LearnerSection
 from thundersync_jax.errors import ConfigError
 from thundersync_jax.learner.checkpoint import Checkpointer, RunPosition
 from thundersync_jax.learner.groups import LearnerError
@@ -24,6 +24,8 @@ from thundersync_jax.learner.statistics import NonFiniteGradientError
 from thundersync_jax.learner.train_state import TrainState
 from thundersync_jax.losses.objectives import grpo, reinforce_pp
 from thundersync_jax.transport.messages import UpdateReport
+
+pytestmark = pytest.mark.optimized
 
 MODEL = lc.tiny()
 SHARING = {
@@ -57,20 +59,14 @@ def batch(step: int) -> list[lc.Case]:
 def made(pool_size: int) -> tuple[Learner, TrainState]:
     """A learner, and where it began."""
     learner = lc.make_learner(MODEL, **SHARING, pool_size=pool_size, reduction="exact")
-    return learner, copied(learner.state)
+    return learner, lc.copied(learner.state)
 
 
 def fresh(pool_size: int = 1) -> Learner:
     """A learner at the beginning."""
     learner, start = made(pool_size)
-    learner.load(copied(start))
+    learner.load(lc.copied(start))
     return learner
-
-
-def copied(state: TrainState) -> TrainState:
-    """A state whose arrays may be donated."""
-    params, opt_state = jax.tree.map(jnp.array, (state.params, state.opt_state))
-    return dataclasses.replace(state, params=params, opt_state=opt_state)
 
 
 def bits(learner: Learner) -> list[bytes]:
@@ -126,9 +122,9 @@ def test_every_kind_of_objective_has_the_same_bits_for_every_order(name: str):
     objective, options = OBJECTIVES[name]
     kind = {"objective": objective, "objective_options": options}
     learner = lc.make_learner(MODEL, **SHARING, pool_size=1, reduction="exact", **kind)
-    start, found = copied(learner.state), []
+    start, found = lc.copied(learner.state), []
     for order in (None, 0, 1):
-        learner.load(copied(start))
+        learner.load(lc.copied(start))
         for cases in (batch(0), mean_cases()):
             feed(learner, cases, order)
             if order == 0:

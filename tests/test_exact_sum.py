@@ -19,6 +19,8 @@ from thundersync_jax.learner import limbs
 from thundersync_jax.learner.exact_sum import MAX_ADDENDS, ExactSum, start_for
 from thundersync_jax.learner.limbs import FIRST_EXPONENT, LIMB_BITS
 
+pytestmark = pytest.mark.optimized
+
 SHAPE = (3,)
 TOP = 2 * LIMB_BITS - 1  # a grid of exponent e holds addends below 2**(e + TOP)
 

@@ -26,6 +26,8 @@ from thundersync_jax.serving.memory import device_bytes
 from thundersync_jax.trajectory_log import step_path
 from thundersync_jax.workdir import WorkDirectory
 
+pytestmark = pytest.mark.optimized
+
 WORDS = ("<bos>", "<eos>", "a")
 MODEL = preset("tiny", vocab_size=9)
 KL = {"kl_coefficient": 0.1}
@@ -55,10 +57,14 @@ def find(config: ConfigDict, workdir: Path, words: tuple[str, ...] = WORDS) -> F
 
 @pytest.fixture
 def other(tmp_path: Path) -> Path:
-    """The work directory of another run, as far as a search for a policy looks."""
     config = configured()
     config.model.preset = "micro"
-    workdir = WorkDirectory(tmp_path / "other")
+    return work_directory_of(config, tmp_path / "other")
+
+
+def work_directory_of(config: ConfigDict, root: Path) -> Path:
+    """The work directory of another run, as far as a search for a policy looks."""
+    workdir = WorkDirectory(root)
     workdir.root.mkdir()
     workdir.claim(resolve(config), tokenizer=word_tokenizer(WORDS).fingerprint)
     (workdir.checkpoints / "3").mkdir(parents=True)
@@ -87,6 +93,16 @@ def test_a_work_directory_is_a_policy_of_its_own_shapes(key: str, other: Path, t
     unreadable = rf"config.{key.replace('_', '.')} names a run whose newest checkpoint cannot be"
     with pytest.raises(ConfigError, match=unreadable):  # an empty directory
         load_weights(found)
+
+
+def test_a_policy_in_float64_needs_a_run_in_float64(tmp_path: Path):
+    config = configured()
+    config.model.dtype = "float64"
+    other = work_directory_of(config, tmp_path / "other")
+    with pytest.raises(
+        ConfigError, match=r"model\.dtype = 'float32': expected 'float64', in which"
+    ):
+        find(configured(opd_teacher=str(other)), tmp_path / "run")
 
 
 @pytest.mark.parametrize("key", ["opd.teacher", "reference.policy"])
@@ -119,7 +135,15 @@ def test_a_policy_that_cannot_score_is_refused(key: str, other: Path, tmp_path: 
             r"= 'initial': expected ''",
         ),
         ({"opd_teacher": "t", "options": KL}, r"opd.teacher = 't' .*reads no objective"),
-        ({"opd_teacher": "t", "reference_policy": "t"}, r"opd.teacher = 't' .*reads no objective"),
+        ({"opd_teacher": "t", "reference_policy": "t"}, r"default of reference\.policy\. To learn"),
+        (
+            {"opd_teacher": "t", "options": {"entropy_coefficient": 0.1}},
+            r"reads no objective: expected the default of learner\.objective_options\. To learn",
+        ),
+        (
+            {"reference_policy": "initial", "options": KL, "opd_ratio_cap": 2.0},
+            r"expected the default of opd\.ratio_cap, which is read with opd\.teacher alone",
+        ),
     ],
 )
 def test_a_policy_and_what_reads_it_come_together(keys: dict, message: str, tmp_path: Path):
@@ -147,6 +171,17 @@ def test_a_run_is_refused_before_anything_of_it_is_made(tmp_path: Path):
     config = resolve(configured(options=KL))
     with pytest.raises(ConfigError, match=r"reference.policy = ''"):
         asyncio.run(build(config, workdir, print))
+    assert not workdir.root.exists()
+
+
+def test_a_policy_that_cannot_be_read_is_refused_before_anything_compiles(
+    other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """As when the copy of a work directory has not ended."""
+    monkeypatch.setattr(runtime, "word_tokenizer", lambda _: word_tokenizer(WORDS))
+    workdir = WorkDirectory(tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"opd\.teacher names a run whose newest .* cannot be"):
+        asyncio.run(build(resolve(configured(opd_teacher=str(other))), workdir, print))
     assert not workdir.root.exists()
 
 

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from thundersync_jax import hlo
 
+pytestmark = pytest.mark.optimized
+
 HEADER = "HloModule m, is_scheduled=true, entry_computation_layout={()->f32[]}, num_partitions=8\n"
 
 

@@ -17,7 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thundersync_jax.config_sections import LearnerSection, OptimizerSection
+from thundersync_jax.config_learner import LearnerSection
+from thundersync_jax.config_sections import OptimizerSection
 from thundersync_jax.learner.buckets import LaneItem, bucket_of, make_example, pad_lanes
 from thundersync_jax.learner.compilation import CompileCounter
 from thundersync_jax.learner.groups import LearnerError
@@ -37,6 +38,11 @@ def score_of(settings, params, example, bucket, targets=None):
     lanes = pad_lanes([[LaneItem(examples=(example,))]], 1, bucket).replace(num_lanes=None)
     lane = jax.tree.map(lambda x: x[0, 0], lanes)
     lane = lane if targets is None else lane.replace(targets=targets)
+    return score_sum(settings, params, lane)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def score_sum(settings, params, lane):
     return score(settings, params, None, lane)[0][0]
 
 
@@ -48,8 +54,17 @@ def report_of(learner):
 
 
 @functools.cache
-def shared_learner(pool_size: int):
-    return lc.make_learner(MODEL, pool_size=pool_size, tokens_per_step=64)
+def made(pool_size: int):
+    """A learner, and where it began."""
+    learner = lc.make_learner(MODEL, pool_size=pool_size, tokens_per_step=64)
+    return learner, lc.copied(learner.state)
+
+
+def shared_learner(pool_size: int = 8):
+    """A learner at the beginning, whose programs are compiled once."""
+    learner, start = made(pool_size)
+    learner.load(lc.copied(start))
+    return learner
 
 
 @pytest.mark.parametrize("pool_size", [0, 1, 8])
@@ -171,7 +186,7 @@ def test_reference_equals_finite_differences_of_the_objective():
             moved = jax.tree.map(lambda p, d: p + step * d, params, direction)
             total = 0.0
             for advantage, example in zip(advantages, examples, strict=True):
-                value = score_of(ScoreSettings(model=model), moved, example, example.num_positions)
+                value = score_of(ScoreSettings(model=model), moved, example, 64)
                 total += advantage * float(value)
             return -total / 7.0
 
@@ -212,7 +227,7 @@ def test_barrier_and_stream_give_the_same_update():
     cases = lc.random_batch(5)
     results = []
     for is_barrier in (True, False):
-        learner = lc.make_learner(MODEL, tokens_per_step=64)
+        learner = shared_learner()
         for step in range(3):
             if is_barrier:
                 lc.enqueue(learner, cases)
@@ -221,7 +236,7 @@ def test_barrier_and_stream_give_the_same_update():
             report = learner.update()
         assert report.policy_version == 3
         assert is_barrier == (report.paths["stream"] == 0)
-        results.append(learner.state.params)
+        results.append(lc.copied(learner.state).params)
     assert lc.rel_l2(results[0], results[1]) <= 1e-5
 
 
@@ -248,7 +263,7 @@ def test_a_long_run_compiles_nothing_after_warm_up():
 
 
 def test_accumulators_are_donated_and_zero_after_the_update():
-    learner = lc.make_learner(MODEL, tokens_per_step=64)
+    learner = shared_learner()
     before = learner._buffers.batch
     lc.enqueue(learner, lc.random_batch(0))
     learner.update()
@@ -283,7 +298,7 @@ def one_group(rewards, *, masked: bool = False, length: int = 3):
     ],
 )
 def test_an_empty_step_changes_nothing(cases):
-    learner = lc.make_learner(MODEL, tokens_per_step=64)
+    learner = shared_learner()
     lc.enqueue(learner, lc.random_batch(0))
     learner.update()  # Adam has moments now: a zero gradient would move the weights
     before = lc.copy_state(learner)
@@ -296,7 +311,7 @@ def test_an_empty_step_changes_nothing(cases):
 
 
 def test_equal_rewards_that_were_streamed_leave_no_residual():
-    learner = lc.make_learner(MODEL, pool_size=1)
+    learner = shared_learner(1)
     group = learner.open_group("t", (1, 2), 2)
     tokens = lc.random_tokens(np.random.default_rng(0), 3)
     for index in range(2):
@@ -328,7 +343,7 @@ def test_a_failed_attempt_leaves_the_moments_and_the_sum():
 
 def test_token_mean_is_the_mean_over_all_tokens_that_arrived():
     """LESSONS 5 and 6: lengths 2 and 30 are divided once, by 32, whatever the buckets and lanes."""
-    learner = lc.make_learner(MODEL, tokens_per_step=64)
+    learner = shared_learner()
     cases = one_group((1.0, 0.0), length=2)
     long = one_group((1.0, 0.0), length=30)[0].trajectories[0]
     cases = [dataclasses.replace(cases[0], trajectories=(cases[0].trajectories[0], long))]
@@ -349,7 +364,7 @@ def test_token_mean_is_the_mean_over_all_tokens_that_arrived():
 )
 def test_options_agree_with_the_reference(changes):
     learner, cases = (
-        lc.make_learner(MODEL, tokens_per_step=64, pool_size=1, **changes),
+        lc.make_learner(MODEL, buckets=(64,), tokens_per_step=64, pool_size=1, **changes),
         lc.random_batch(6),
     )
     want = lc.reference(MODEL, learner.state.params, cases, LearnerSection(**changes))
@@ -362,7 +377,7 @@ def test_three_calls_equal_one_call():
     cases = lc.random_batch(7)
     gradients = []
     for tokens_per_step in (64, 512):
-        learner = lc.make_learner(MODEL, tokens_per_step=tokens_per_step)
+        learner = lc.make_learner(MODEL, buckets=(64,), tokens_per_step=tokens_per_step)
         lc.enqueue(learner, cases)
         gradients.append(learner.gradient())
     assert lc.rel_l2(*gradients) <= 1e-6
@@ -380,7 +395,7 @@ def test_observation_targets_do_not_reach_the_gradient():
     assert example.targets.tolist() == [2, 3, 4]  # trimmed after the last action token
     assert example.weights.tolist() == [0.0, 1.0, 1.0]
     settings_ = ScoreSettings(model=MODEL)
-    gradient = jax.grad(lambda p, targets: score_of(settings_, p, example, 3, targets))
+    gradient = jax.jit(jax.grad(lambda p, targets: score_of(settings_, p, example, 3, targets)))
     params = lc.init_params(MODEL, 0)
     perturbed = np.where(example.weights == 0, 9, example.targets)
     first, second = gradient(params, example.targets), gradient(params, perturbed)
@@ -470,16 +485,14 @@ def test_bad_groups_are_refused():
 
 
 def test_a_non_finite_gradient_names_its_trajectory_and_never_reaches_the_optimizer():
-    learner = lc.make_learner(MODEL)
-    learner.state.params[
-        "embedding" if "embedding" in learner.state.params else next(iter(learner.state.params))
-    ]
+    learner = shared_learner()
     params = jax.tree.map(lambda p: p.at[(0,) * p.ndim].set(jnp.nan), learner.state.params)
     learner.load(dataclasses.replace(learner.state, params=params))
     before = lc.copy_state(learner)
     lc.enqueue(learner, one_group((1.0, 0.0)))
     with pytest.raises(NonFiniteGradientError, match=r"task 'task-0'\) index 0"):
         learner.update()
+    learner.abandon()
     for old, new in zip(before, lc.copy_state(learner), strict=True):
         np.testing.assert_array_equal(old, new)
 
@@ -487,7 +500,7 @@ def test_a_non_finite_gradient_names_its_trajectory_and_never_reaches_the_optimi
 def test_a_sampler_of_other_weights_stops_the_run_unless_it_is_weighted():
     for tis_cap in (0.0, 2.0):
         learner = lc.make_learner(
-            MODEL, max_logprob_gap=0.5, objective_options={"tis_cap": tis_cap}
+            MODEL, buckets=(64,), max_logprob_gap=0.5, objective_options={"tis_cap": tis_cap}
         )
         builder = TrajectoryBuilder()
         builder.append_action([3, 4], [-9.0, -2.5], [0, 0])

@@ -7,7 +7,7 @@ import learner_cases as lc
 import numpy as np
 import pytest
 
-from thundersync_jax.config_sections import LearnerSection
+from thundersync_jax.config_learner import LearnerSection
 from thundersync_jax.learner.memory import MemoryPlanError
 from thundersync_jax.learner.statistics import NonFiniteGradientError
 from thundersync_jax.trajectory import TrajectoryBuilder, TrajectoryError, check_reward

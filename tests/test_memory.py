@@ -21,12 +21,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from thundersync_jax.config_sections import LearnerSection
+from thundersync_jax.config_learner import LearnerSection
 from thundersync_jax.errors import ConfigError
 from thundersync_jax.learner import memory
 from thundersync_jax.learner.learner import Learner
 from thundersync_jax.learner.memory import HEADROOM, MemoryPlan, MemoryPlanError, Room, Sizes
 from thundersync_jax.learner.program_names import Fold, Whole
+
+pytestmark = pytest.mark.optimized
 
 TESTS = Path(__file__).parent
 GB, NUM_BYTES = 10**9, 1_000_000
@@ -255,6 +257,10 @@ def test_without_a_stated_limit_the_cpu_offers_its_host_and_others_refuse_nothin
         (
             plan_of(7, held_gradients=4, pool_size=0),
             r"held_gradients = 2 would fit, and leave 5% for programs; or",
+        ),
+        (
+            plan_of(5, held_gradients=2, pool_size=0, stream_turns="idle"),  # without any: 4 GB
+            r"5 GB are there for it: lower learner.num_turn_caches, use more devices",
         ),
         (
             plan_of(3),

@@ -195,7 +195,7 @@ ALL_PATHS = {
     "min_shared_tokens": 8,
 }
 # Whose programs are unlike the others'; every objective's are slow tests, each compiles in seconds.
-DISTINCT = ("grpo", "grpo_kl_entropy", "grpo_kl_of_groups", "dapo", "gspo", "reinforce_pp", "ppo")
+DISTINCT = ("grpo_kl_entropy", "grpo_kl_of_groups", "dapo", "gspo", "reinforce_pp")
 KINDS = ("grpo_kl_entropy", "dapo", "reinforce_pp")
 
 
@@ -288,7 +288,9 @@ def test_every_objective_has_its_formula():
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
-        ("grpo_kl_entropy", {"pool_size": 8, "pack_tokens": LENGTH}),
+        pytest.param(
+            *("grpo_kl_entropy", {"pool_size": 8, "pack_tokens": LENGTH}), marks=pytest.mark.slow
+        ),
         ("dapo", {"pool_size": 8, "pack_tokens": LENGTH}),
         ("reinforce_pp", {"pool_size": 0}),
     ],

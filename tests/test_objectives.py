@@ -196,7 +196,8 @@ def test_every_normalizer_is_its_formula(kind: Kind):
     assert total / normalizer.denominator(counts) == pytest.approx(expected[kind], rel=1e-15)
 
 
-ALL = {name: {"normalizer_tokens": 8} for name in BUILT_IN}
+ALL: dict[str, dict[str, int]] = {name: {} for name in BUILT_IN}
+ALL["dr_grpo"] = {"normalizer_tokens": 8}
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
@@ -407,6 +408,19 @@ def test_token_weights_that_are_negative_or_not_finite_are_refused(weights: floa
         ("dapo", {"overlong_tokens": 10}, "overlong_cache = 0: expected 1 to overlong_tokens = 10"),
         ("grpo", {"kl_coefficient": -0.1}, "kl_coefficient = -0.1"),
         ("grpo", {"kl_coefficient": 0.1, "kl_estimator": "k4"}, "kl_estimator = 'k4'"),
+        (
+            "grpo",
+            {"kl_estimator": "k1"},
+            "'k1': expected 'k3' without kl_coefficient: nothing",
+        ),
+        (
+            "grpo",
+            {"entropy_coefficient": 0.1, "distillation_ratio_cap": 2.0},
+            "ratio_cap = 2.0: expected 0.0 without distillation_coefficient",
+        ),
+        ("ppo", {"terms_scope": "group"}, "scope = 'group': expected 'content' without kl_coeffi"),
+        ("rloo", {"terms_normalizer": "sum"}, "terms_normalizer = 'sum': expected ''"),
+        ("rloo", {"normalizer_tokens": 8}, "tokens = 8: expected 0 without a normalizer 'consta"),
     ],
 )
 def test_configurations_of_no_objective_are_refused(name: str, options: dict, message: str):

@@ -21,12 +21,16 @@ TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 
 
-def run(main: str, workdir: Path, *arguments: str) -> None:
+def start(main: str, workdir: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [
         sys.executable, "-m", f"thundersync_jax.{main}", f"--config={TESTS / 'small_run.py'}",
         f"--workdir={workdir}", *arguments,
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=250, cwd=TESTS)
+    return subprocess.run(command, capture_output=True, text=True, timeout=250, cwd=TESTS)
+
+
+def run(main: str, workdir: Path, *arguments: str) -> None:
+    done = start(main, workdir, *arguments)
     assert done.returncode == 0, done.stderr
 
 
@@ -34,7 +38,10 @@ def run(main: str, workdir: Path, *arguments: str) -> None:
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Some supervised steps of binary search."""
     workdir = tmp_path_factory.mktemp("teacher") / "run"
-    run("imitate", workdir, "--config.run.num_steps=20", "--config.model.preset=micro")
+    run(
+        "imitate", workdir, "--config.run.num_steps=20", "--config.model.preset=micro",
+        "--config.learner.reduction=exact",  # of a run that it could go on as
+    )  # fmt: skip
     return workdir
 
 
@@ -86,6 +93,24 @@ def test_a_run_without_its_checkpoint_replays_to_the_same_weights(
     moved = np.abs(np.asarray(weights[0]["embedding"]) - np.asarray(like["embedding"]))
     assert moved.max() > 1e-4
     assert lc.rel_l2(weights[1], weights[0]) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--config.env.options.num_values=512", "--config.env.options.max_turns=50"],
+            "error: a demonstration cannot be learned: group 0",
+        ),
+        (["--config.data.train_split=nowhere"], "has no split 'nowhere'"),
+    ],
+)
+def test_what_imitation_cannot_learn_from_is_refused(
+    arguments: list[str], message: str, tmp_path: Path
+):
+    done = start("imitate", tmp_path / "run", *arguments)
+    assert done.returncode == 2
+    assert message in done.stderr and "Traceback" not in done.stderr
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thundersync_jax.config_sections import LearnerSection
+from thundersync_jax.config_learner import LearnerSection
 from thundersync_jax.learner.buckets import Example, bucket_of
 from thundersync_jax.learner.groups import Member
 from thundersync_jax.learner.packing import pack
@@ -48,8 +48,15 @@ def test_packs_hold_every_member_once_and_pad_no_more_than_lanes_of_their_own(
     assert sum(bucket for bucket, _ in packs) <= sum(m.bucket for m in members)
 
 
-@pytest.mark.parametrize("pool_size", [0, 1])
-@pytest.mark.parametrize("prompt_buckets", [(), (24,)])
+@pytest.mark.parametrize(
+    ("pool_size", "prompt_buckets"),
+    [
+        (0, ()),
+        (1, (24,)),
+        pytest.param(0, (24,), marks=pytest.mark.slow),
+        pytest.param(1, (), marks=pytest.mark.slow),
+    ],
+)
 def test_packed_gradients_equal_the_reference(pool_size: int, prompt_buckets: tuple[int, ...]):
     """Rewards of two values, so that open groups pack too; float64 leaves no room for luck."""
     with jax.enable_x64(True):

@@ -17,6 +17,8 @@ import pytest
 from thundersync_jax import topology
 from thundersync_jax.model.presets import preset
 
+pytestmark = pytest.mark.optimized
+
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
 )
@@ -72,6 +74,7 @@ def test_all_programs_compile_for_a_tpu_host():
 
 
 @needs_libtpu
+@pytest.mark.slow
 def test_a_gradient_on_a_tpu_host_is_scattered_and_holds_no_logits():
     """qwen3_0p6b on v5e:2x4 as data 2 x fsdp 4: 2,048 tokens after a shared prompt of 1,024."""
     arguments = ("2048", "1024", "2", "4", "1", "v5e:2x4", "Fold", "PromptBackward")

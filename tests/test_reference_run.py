@@ -28,13 +28,12 @@ MODEL = preset("micro", vocab_size=9)
 LENGTH = 12
 
 
-def train(workdir: Path, options: str, *arguments: str) -> list[dict[str, Any]]:
+def train(workdir: Path, *arguments: str) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl."""
     command = [
         sys.executable, "-m", "thundersync_jax.train", f"--config={TESTS / 'small_run.py'}",
         f"--workdir={workdir}", "--config.model.preset=micro",
-        "--config.checkpoint.every_steps=100",
-        f"--config.learner.objective_options={options}", *arguments,
+        "--config.checkpoint.every_steps=100", *arguments,
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=250, cwd=TESTS)
     assert done.returncode == 0, done.stderr
@@ -44,7 +43,7 @@ def train(workdir: Path, options: str, *arguments: str) -> list[dict[str, Any]]:
 def train_with_kl(workdir: Path, num_steps: int) -> list[dict[str, Any]]:
     return train(
         workdir,
-        "{'kl_coefficient': 0.1}",
+        "--config.learner.objective_options.kl_coefficient=0.1",
         "--config.reference.policy=initial",
         f"--config.run.num_steps={num_steps}",
     )
@@ -119,6 +118,7 @@ def test_rewards_and_a_teacher_train_one_policy(regularized: Path, tmp_path: Pat
     shutil.copytree(regularized / cache, tmp_path / "run" / cache)
     lines = train(
         tmp_path / "run",
+        "--config.learner.objective_options="
         "{'distillation_coefficient': 1.0, 'distillation_ratio_cap': 2.0}",
         f"--config.reference.policy={regularized}",
         "--config.run.num_steps=2",

@@ -20,6 +20,8 @@ from thundersync_jax.learner.memory import MemoryPlanError, check_fits
 from thundersync_jax.learner.program_names import Part, Turn
 from thundersync_jax.learner.score import ScoreSettings
 
+pytestmark = pytest.mark.optimized
+
 MODEL = lc.tiny()
 NUM_RESIDUALS = 2  # fewer than there are segments: some are replayed with a forward pass
 
@@ -52,6 +54,7 @@ def test_every_order_gives_the_gradient_of_whole_trajectories(remat):
         distiller.abandon()
 
 
+@pytest.mark.slow
 def test_a_replay_from_residuals_and_one_with_a_forward_pass_agree():
     """To rounding: the two forward passes are compiled in different programs."""
     cases = [oc.random_case(seed) for seed in (3, 7, 9)]
@@ -119,6 +122,9 @@ def test_the_plan_has_a_line_for_caches_and_one_for_residuals():
 def test_residuals_need_replicas_of_one_device():
     with pytest.raises(ConfigError, match=r"opd\.num_residuals = -1: expected 0 or more"):
         OpdSection(num_residuals=-1)
+    for changes in ({"stream_turns": "never"}, {"num_caches": 0}):
+        with pytest.raises(ConfigError, match=r"num_residuals = 3: expected 0 .* no turn streams"):
+            OpdSection(num_residuals=3, **changes)
     mesh: Any = jax.sharding.AbstractMesh((2, 2, 1), ("data", "fsdp", "tensor"))
     with pytest.raises(ConfigError, match=r"opd\.num_residuals = 3: expected 0 where a replica is"):
         _keeping(ScoreSettings(model=MODEL), 3, mesh)

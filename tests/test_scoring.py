@@ -15,7 +15,8 @@ from fakes import ids
 from test_coordinator import World
 from test_rollout import LONG, run
 
-from thundersync_jax.config_sections import RolloutSection, SamplingSection
+from thundersync_jax.config_sampling import SamplingSection
+from thundersync_jax.config_sections import RolloutSection
 from thundersync_jax.coordinator import events as ev
 from thundersync_jax.coordinator.coordinator import Coordinator
 from thundersync_jax.rollout.rollout import RolloutRunner

@@ -33,6 +33,8 @@ from thundersync_jax.transport.client import PolicyClient, ServingError
 from thundersync_jax.transport.messages import FinishReason, SampleResult
 from thundersync_jax.workdir import WorkDirectory
 
+pytestmark = pytest.mark.optimized
+
 TESTS = Path(__file__).parent
 CONFIG = resolve(served_run.get_config())
 ROW = CONFIG.model.max_context

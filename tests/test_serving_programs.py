@@ -22,6 +22,8 @@ from thundersync_jax.model.presets import preset
 from thundersync_jax.serving.placement import serving_mesh
 from thundersync_jax.sharding import MeshError
 
+pytestmark = pytest.mark.optimized
+
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
 )
@@ -60,6 +62,7 @@ def check(found: dict[str, Any], model: str, num_slots: int, tokens_per_call: in
 
 
 @needs_libtpu
+@pytest.mark.slow
 def test_the_programs_compile_for_a_tpu_host():
     """qwen3_0p6b on v5e:2x4: 16 rows of 2,048 tokens, 4 x 64 tokens an extension."""
     names = ("prefill", "extend", "generate")

@@ -26,6 +26,8 @@ from thundersync_jax.serving.memory import token_bytes
 from thundersync_jax.serving.worker import ServingWorker
 from thundersync_jax.transport.messages import FinishReason, SampleResult, ServingStatistics
 
+pytestmark = pytest.mark.optimized
+
 NUM_SESSIONS, NUM_TURNS = 12, 4
 ROW_BYTES = ROW_LENGTH * 2 * 2 * 2 * 8 * 4  # keys and values, layers, kv heads, head dim
 Played = list[tuple[tuple[int, ...], list[SampleResult]]]

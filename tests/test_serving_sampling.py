@@ -10,6 +10,8 @@ import pytest
 from thundersync_jax.serving import sampling
 from thundersync_jax.serving.sampling import SamplingRows
 
+pytestmark = pytest.mark.optimized
+
 VOCAB = 11
 _sample = jax.jit(sampling.sample)
 

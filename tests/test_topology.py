@@ -14,6 +14,8 @@ import pytest
 
 from thundersync_jax import topology
 
+pytestmark = pytest.mark.optimized
+
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
 )

@@ -34,6 +34,8 @@ from thundersync_jax.trajectory_log import read_step
 from thundersync_jax.viewing.progress import Progress
 from thundersync_jax.workdir import WorkDirectory
 
+pytestmark = pytest.mark.optimized
+
 TESTS = Path(__file__).parent
 TIMEOUT_S = 200
 
@@ -66,6 +68,14 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
     )
     assert result.returncode == 0, result.stderr
+    return workdir
+
+
+def beside(finished: Path, tmp_path: Path) -> Path:
+    """A new work directory that loads the programs of the finished run."""
+    workdir = tmp_path / "run"
+    workdir.mkdir()
+    (workdir / "compile_cache").symlink_to(finished / "compile_cache")
     return workdir
 
 
@@ -174,7 +184,7 @@ def test_the_logged_trajectories_alone_give_the_final_weights(finished: Path):
 
 def test_killed_at_every_point_the_run_loses_and_doubles_nothing(finished: Path, tmp_path: Path):
     """LESSONS 25. One work directory, killed eight times in a row, then left to finish."""
-    workdir = tmp_path / "run"
+    workdir = beside(finished, tmp_path)
     kills = [
         ("commit", "before", 1),  # step 0 rolls out again
         ("commit", "after", 2),  # step 1 is replayed
@@ -201,8 +211,10 @@ def test_killed_at_every_point_the_run_loses_and_doubles_nothing(finished: Path,
     assert lc.rel_l2(restored(workdir).state.params, learner.state.params) <= 1e-5
 
 
-def test_interruption_finishes_the_step_and_the_same_command_resumes(tmp_path: Path):
-    workdir = tmp_path / "run"
+def test_interruption_finishes_the_step_and_the_same_command_resumes(
+    finished: Path, tmp_path: Path
+):
+    workdir = beside(finished, tmp_path)
     command = train_command(workdir, "--config.run.num_steps=1000")
     process = subprocess.Popen(
         command, cwd=TESTS, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -320,7 +332,8 @@ def test_a_corrupt_checkpoint_is_named_and_nothing_is_lost(finished: Path, tmp_p
         (["--config.lerner.x=2"], "config has no key 'lerner'. Did you mean 'learner'?"),
         (["--config.run.seed=x"], "flag --config.run.seed=x: expected an integer"),
         (["--config.optimizer.learning_rate=x"], "learning_rate=x: expected a number"),
-        (["--config.env.options.secret=2"], "config has no key 'secret'"),
+        (["--config.env.options.secret=2"], "unexpected keyword argument 'secret'"),
+        (["--config.learner.objective_options.kl_coeficient=2"], "Did you mean 'kl_coefficient'?"),
         (["--config.run.group_size=1"], "config.run.group_size = 1: expected at least 2"),
         (["--config.run.seed=5"], "another configuration: run.seed: 0 -> 5"),
         (["--config.model.preset=tinny"], "tiny"),
@@ -329,6 +342,10 @@ def test_a_corrupt_checkpoint_is_named_and_nothing_is_lost(finished: Path, tmp_p
             "config.env.factory = 'no.such:thing': importing no.such raised",
         ),
         (["--config.env.options.num_values=1"], "num_values = 1: expected at least 2"),
+        (
+            ["--config.learner.reduction=exact", "--config.run.group_size=5000"],
+            "2 groups a step: with group_size 5000 a pair of this step has 5000 addends",
+        ),
         (["--config.sandbox.backend=docker"], "config.sandbox.backend = 'docker': expected one of"),
     ],
 )

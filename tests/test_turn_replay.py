@@ -24,6 +24,8 @@ from thundersync_jax.losses.objective import Tokens, lane_sums
 from thundersync_jax.losses.opd import distillation, distillation_weights
 from thundersync_jax.trajectory import ScoredTurn, TrajectoryBuilder
 
+pytestmark = pytest.mark.optimized
+
 LENGTH = oc.LENGTH
 MODEL = lc.tiny()
 CAP = 1.5
@@ -117,6 +119,7 @@ def test_turns_sum_to_the_trajectory(seed):
     assert lc.rel_l2(gradient_by_turns(SETTINGS, params, case), want) <= 1e-5
 
 
+@pytest.mark.slow
 def test_turns_sum_to_the_trajectory_in_float64():
     with jax.enable_x64(True):
         model = lc.tiny("float64")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import learner_cases as lc
 import numpy as np
 
-from thundersync_jax.config_sections import LearnerSection
+from thundersync_jax.config_learner import LearnerSection
 
 MODEL = lc.tiny()
 

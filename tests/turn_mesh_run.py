@@ -16,8 +16,9 @@ import numpy as np
 
 from thundersync_jax import topology
 from thundersync_jax.benchmarks import turn_arrivals as oc
+from thundersync_jax.config_learner import LearnerSection
 from thundersync_jax.config_opd import OpdSection
-from thundersync_jax.config_sections import LearnerSection, OptimizerSection
+from thundersync_jax.config_sections import OptimizerSection
 from thundersync_jax.learner.distiller import Distiller
 from thundersync_jax.learner.placement import device_bytes
 from thundersync_jax.learner.program_names import Caches, Part, Turn

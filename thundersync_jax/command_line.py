@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import difflib
 import errno
+import functools
 import os
 import re
 import sys
@@ -18,7 +19,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from absl import app, flags, logging
-from ml_collections import ConfigDict
+from ml_collections import ConfigDict, config_flags
 
 from thundersync_jax.config import RunConfig, to_dict
 from thundersync_jax.errors import ConfigError, UserError
@@ -31,6 +32,17 @@ LEFT_BEHIND_GRACE_S = 5.0
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO}
 
 T = TypeVar("T")
+
+# The `--config` flag of a main. Keys may be added where the ConfigDict is not locked: to options of
+# environments, objectives and data sets.
+define_config_flag = functools.partial(
+    config_flags.DEFINE_config_file,
+    "config",
+    None,
+    "An experiment: a file of configs/.",
+    lock_config=False,
+    accept_new_attributes=True,
+)
 
 
 def run_main(main: Callable[[Sequence[str]], int]) -> None:
@@ -105,7 +117,7 @@ def _explain(error: Exception) -> str:
     if key is None:
         return textwrap.shorten(text, 400)
     near = difflib.get_close_matches(key[1], _keys(to_dict(RunConfig())), n=1)
-    remedy = f"Did you mean {near[0]!r}?" if near else "Options must be in the config file."
+    remedy = f"Did you mean {near[0]!r}?" if near else "thundersync_jax/config_*.py name all keys."
     return f"config has no key {key[1]!r}. {remedy}"
 
 

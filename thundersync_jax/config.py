@@ -1,7 +1,8 @@
 """One whole experiment: a frozen `RunConfig` inside, an ml_collections ConfigDict at the edge.
 
 `configs/*.py` start from `default_config()` and change what differs; on the command line
-`--config.learner.pool_size=4` changes a single key. `resolve` turns the ConfigDict into a
+`--config.learner.pool_size=4` changes a single key, and `--config.env.options.KEY=VALUE` adds one
+where options are free. `resolve` turns the ConfigDict into a
 `RunConfig`: unknown keys are refused with the nearest name, values with the range they must lie in.
 Never imports jax.
 """
@@ -17,19 +18,19 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from thundersync_jax.config_learner import LearnerSection
 from thundersync_jax.config_opd import OpdSection
 from thundersync_jax.config_reference import ReferenceSection
+from thundersync_jax.config_sampling import SamplingSection
 from thundersync_jax.config_sections import (
     CheckpointSection,
     DataSection,
     EnvSection,
     EvaluationSection,
-    LearnerSection,
     ModelSection,
     OptimizerSection,
     RolloutSection,
     RunSection,
-    SamplingSection,
     SandboxSection,
 )
 from thundersync_jax.config_serving import ColocatedSection, ServingSection
@@ -77,14 +78,20 @@ class RunConfig:
             self.learner.stream_turns,
             "'never' with opd.teacher, whose turns opd.stream_turns decides about",
         )
-        longest = max(self.opd.prefix_buckets, default=self.model.max_context)
         check(
-            longest >= self.model.max_context - 1,
+            not self.opd.teacher or self.run.max_refilled_groups == 0,
+            "run.max_refilled_groups",
+            self.run.max_refilled_groups,
+            "0 with opd.teacher: no reward counts, so no group is lost when its rewards tie",
+        )
+        least, most = self.model.max_context - 1, self.learner.buckets[-1]
+        check(
+            least <= max(self.opd.prefix_buckets, default=most) <= most,
             "opd.prefix_buckets",
             self.opd.prefix_buckets,
-            f"a last length of at least {self.model.max_context - 1}: all of model.max_context but "
-            "one token",
-            "() takes the longest of learner.buckets.",
+            f"a last length from {least}, all of model.max_context but one token, to {most}, the "
+            "longest of learner.buckets",
+            "() takes that one.",
         )
         is_untruncated = (
             self.sampling.top_k == 0
@@ -137,18 +144,19 @@ def resume_differences(saved: Mapping[str, Any], current: RunConfig) -> list[str
 
 
 def _to_config_dict(section: Any) -> ConfigDict:
+    """Locked, but for mappings of options, whose keys a user's function knows."""
     values: dict[str, Any] = {}
     for field in dataclasses.fields(section):
         value = getattr(section, field.name)
         if dataclasses.is_dataclass(value):
             values[field.name] = _to_config_dict(value)
-        elif isinstance(value, Mapping):
-            free = ConfigDict(dict(value))
-            free.unlock()
-            values[field.name] = free
         else:
-            values[field.name] = value
-    return ConfigDict(values).lock()
+            values[field.name] = dict(value) if isinstance(value, Mapping) else value
+    made = ConfigDict(values).lock()
+    for field in dataclasses.fields(section):
+        if isinstance(getattr(section, field.name), Mapping):
+            made[field.name].unlock()
+    return made
 
 
 def _build(cls: type, values: Mapping[str, Any], prefix: str) -> Any:

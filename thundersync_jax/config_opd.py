@@ -25,7 +25,7 @@ class OpdSection:
       num_residuals: segments of every shape (a prefix bucket, or none, and a bucket) of which a
         replica keeps what their backward pass reads, so that their replay needs no forward pass:
         the outputs of projections, or what model.remat keeps if that is less; the others are
-        replayed with one. A replica must be one device.
+        replayed with one. A replica must be one device, and there must be caches to stream with.
       prefix_buckets: padded lengths of what a turn attends to, ascending; by default the longest of
         learner.buckets alone.
       normalizer: "token_mean" divides by the action tokens that were scored, "sum" by 1.
@@ -51,6 +51,13 @@ class OpdSection:
         check_choice("opd.cache_memory", self.cache_memory, ("device", "pinned_host"))
         for key in ("num_caches", "num_residuals"):
             check(getattr(self, key) >= 0, f"opd.{key}", getattr(self, key), "0 or more")
+        check(
+            self.has_caches or self.num_residuals == 0,
+            "opd.num_residuals",
+            self.num_residuals,
+            "0 with opd.stream_turns = 'never' or opd.num_caches = 0: no turn streams, and no "
+            "segment is replayed",
+        )
         is_ladder = list(self.prefix_buckets) == sorted(set(self.prefix_buckets))
         expected = "ascending lengths of at least 1"
         is_ladder = is_ladder and min(self.prefix_buckets, default=1) >= 1
@@ -58,3 +65,8 @@ class OpdSection:
         check_choice("opd.normalizer", self.normalizer, ("token_mean", "sum"))
         is_cap = math.isfinite(self.ratio_cap) and self.ratio_cap >= 0
         check(is_cap, "opd.ratio_cap", self.ratio_cap, "a finite number, at least 0")
+
+    @property
+    def has_caches(self) -> bool:
+        """Whether turns can stream."""
+        return self.stream_turns != "never" and self.num_caches > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 from thundersync_jax.errors import check
 
@@ -14,6 +15,8 @@ MIN_SAMPLING = 1e-6
 class SamplingSection:
     """How tokens are drawn. Training needs the untruncated policy: top_k = 0 and top_p = 1."""
 
+    KEY: ClassVar[str] = "sampling"
+
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
@@ -22,7 +25,16 @@ class SamplingSection:
         for name, (is_valid, expected) in sampling_bounds(
             self.temperature, self.top_k, self.top_p
         ).items():
-            check(is_valid, name, getattr(self, name), expected)
+            check(is_valid, f"{self.KEY}.{name}", getattr(self, name), expected)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvaluationSamplingSection(SamplingSection):
+    """How held-out attempts draw theirs: greedy by default."""
+
+    KEY: ClassVar[str] = "evaluation.sampling"
+
+    temperature: float = 0.0
 
 
 def sampling_bounds(temperature: float, top_k: int, top_p: float) -> dict[str, tuple[bool, str]]:

@@ -1,7 +1,8 @@
 """Frozen policies, which only score: the teacher of distillation, or an objective's reference.
 
-Shared by the mains. `find_frozen_policy` is cheap and refuses what cannot score a run's tokens, or
-what nothing would read, before anything compiles; `load_weights` makes or reads the parameters.
+Shared by the mains. Before anything compiles `find_frozen_policy`, which is cheap, refuses what
+cannot score a run's tokens or what nothing would read, and `check_weights` what cannot be read;
+`load_weights` makes or reads the parameters.
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from thundersync_jax.config import RunConfig, from_dict
 from thundersync_jax.config_reference import INITIAL
-from thundersync_jax.errors import ConfigError
+from thundersync_jax.errors import ConfigError, check
 from thundersync_jax.learner.checkpoint import Checkpointer, CheckpointError
 from thundersync_jax.losses.objective import Objective
 from thundersync_jax.model.presets import ModelError, TransformerConfig, preset
@@ -68,17 +70,32 @@ def find_frozen_policy(
         return None
     key = "opd.teacher" if config.opd.teacher else "reference.policy"
     source = WorkDirectory(Path(name))
-    if source.root == workdir.root:
+    if source.root.resolve() == workdir.root.resolve():
         raise ConfigError(
             f"config.{key} = {name!r} is this run's own directory, whose newest checkpoint changes "
             f"while it trains: name a copy of it. The policy that a run starts from is the "
             f"reference.policy {INITIAL!r}"
         )
-    return FrozenPolicy(key=key, model=_model_of(key, source, tokenizer), source=source)
+    found = _model_of(key, source, tokenizer)
+    check(
+        found.dtype != "float64" or model.dtype == "float64",
+        "model.dtype",
+        model.dtype,
+        f"'float64', in which the policy of {key} = {name!r} computes: 64-bit numbers are on or "
+        "off for a whole run",
+        "Or name another policy.",
+    )
+    return FrozenPolicy(key=key, model=found, source=source)
+
+
+def check_weights(policy: FrozenPolicy) -> None:
+    """Reads a run's parameters once and keeps none: a copy may have broken off. ConfigError."""
+    if isinstance(policy.source, WorkDirectory):
+        load_weights(policy)
 
 
 def load_weights(policy: FrozenPolicy) -> Params:
-    """Its parameters, on the first device. Raises ConfigError or CheckpointError."""
+    """Its parameters, on the first device. Raises ConfigError when they cannot be read."""
     if isinstance(policy.source, int):
         mesh = make_mesh(MeshShape(), jax.devices()[:1])
         return init_on_mesh(policy.model, policy.source, mesh)
@@ -107,12 +124,14 @@ def load_weights(policy: FrozenPolicy) -> Params:
 def _check_roles(config: RunConfig, objective: Objective) -> None:
     """One frozen policy a run, and something that reads it."""
     policy, teacher = config.reference.policy, config.opd.teacher
-    if teacher and (policy or objective.needs_reference):
+    unread = _changed("learner", config.learner, "objective", "objective_options")
+    unread += _changed("reference", config.reference, "policy")
+    if teacher and unread:
         raise ConfigError(
             f"config.opd.teacher = {teacher!r} trains on the teacher's scores alone and reads no "
-            f"objective, so neither reference.policy nor {_OPTIONS} may be set beside it. To learn "
-            "from rewards and a teacher, leave opd.teacher empty, name the teacher in "
-            "reference.policy and set learner.objective_options.distillation_coefficient"
+            f"objective: expected the default of {', '.join(unread)}. To learn from rewards and a "
+            "teacher, leave opd.teacher empty, name the teacher in reference.policy and set "
+            "learner.objective_options.distillation_coefficient"
         )
     if objective.needs_reference and not policy:
         names = ", ".join(term.name for term in objective.terms if term.needs_reference)
@@ -121,11 +140,24 @@ def _check_roles(config: RunConfig, objective: Objective) -> None:
             f"for learner.objective = {objective.name!r} has a term that reads a reference policy "
             f"({names}). Or set {_OPTIONS} to 0"
         )
+    if objective.needs_reference and (unread := _changed("opd", config.opd)):
+        raise ConfigError(
+            f"config.reference.policy = {policy!r}: expected the default of {', '.join(unread)}, "
+            "which is read with opd.teacher alone. A reference scores at sampling.temperature; its "
+            "terms have learner.objective_options (terms_normalizer, distillation_ratio_cap)"
+        )
     if policy and not teacher and not objective.needs_reference:
         raise ConfigError(
             f"config.reference.policy = {policy!r}: expected '', for learner.objective = "
             f"{objective.name!r} has no term that reads it. Or set {_OPTIONS}"
         )
+
+
+def _changed(key: str, section: Any, *names: str) -> list[str]:
+    """The keys of a section, of all or of these, that are not as by default."""
+    default = type(section)()
+    names = names or tuple(field.name for field in dataclasses.fields(section))
+    return [f"{key}.{name}" for name in names if getattr(section, name) != getattr(default, name)]
 
 
 def _check_start(workdir: WorkDirectory) -> None:

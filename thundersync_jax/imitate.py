@@ -16,14 +16,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from absl import app, flags
-from ml_collections import config_flags
 
-from thundersync_jax.command_line import load_config, run_main
+from thundersync_jax.command_line import define_config_flag, load_config, run_main
 from thundersync_jax.config import RunConfig, resolve
 from thundersync_jax.config_opd import OpdSection
 from thundersync_jax.envs.base import DemonstratedTurn
 from thundersync_jax.errors import ConfigError
-from thundersync_jax.trajectory import ScoredTurn, TrajectoryBuilder
+from thundersync_jax.trajectory import ScoredTurn, TrajectoryBuilder, TrajectoryTokens
 from thundersync_jax.workdir import WorkDirectory
 
 if TYPE_CHECKING:
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from thundersync_jax.model.presets import TransformerConfig
     from thundersync_jax.rollout.chat import Tokenizer
 
-_CONFIG = config_flags.DEFINE_config_file("config", None, "An experiment: a file of configs/.")
+_CONFIG = define_config_flag()
 _WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the new run.")
 
 
@@ -58,7 +57,7 @@ def imitate(config: RunConfig, workdir: WorkDirectory) -> None:
     """Trains from the seed's parameters to `run.num_steps`, unless a checkpoint is there."""
     from thundersync_jax.learner.checkpoint import Checkpointer, RunPosition
     from thundersync_jax.rollout.chat import word_tokenizer
-    from thundersync_jax.runtime import load_suite, make_model
+    from thundersync_jax.runtime import load_split, load_suite, make_model
 
     suite = load_suite(config.env)
     demonstrate = getattr(suite, "demonstration", None)
@@ -73,17 +72,16 @@ def imitate(config: RunConfig, workdir: WorkDirectory) -> None:
         if checkpoints.latest() is not None:
             print(f"{workdir.root} holds a checkpoint already: nothing to do")
             return
+        tasks = load_split(config, suite, workdir, config.data.train_split)
         learner = _make_learner(config, make_model(config, tokenizer))
-        tasks = suite.tasks(config.data.train_split)
         size = config.run.groups_per_step * config.run.group_size
         for step in range(config.run.num_steps):
             for number in range(size):
                 draw = step * size + number
                 task = tasks[draw % len(tasks)]
                 prompt = tokenizer.encode(suite.prompt(task))
-                group = learner.open_group(task.task_id, prompt, 1)
                 demonstration = demonstrate(task, config.run.seed * 2**32 + draw)
-                _add(learner, group, demonstration, tokenizer)
+                _add(learner, task.task_id, prompt, _tokens_of(demonstration, tokenizer))
             report = learner.update()
             if (step + 1) % 50 == 0 or step + 1 == config.run.num_steps:
                 print(f"step {step + 1}: gradient norm {report.grad_norm:.3g}", flush=True)
@@ -114,12 +112,7 @@ def _make_learner(config: RunConfig, model: TransformerConfig) -> Distiller:
     )
 
 
-def _add(
-    learner: Distiller,
-    group: int,
-    demonstration: Sequence[DemonstratedTurn],
-    tokenizer: Tokenizer,
-) -> None:
+def _tokens_of(demonstration: Sequence[DemonstratedTurn], tokenizer: Tokenizer) -> TrajectoryTokens:
     """One demonstration as one trajectory; what is not to be learned is read only."""
     builder = TrajectoryBuilder()
     for turn in demonstration:
@@ -129,10 +122,19 @@ def _add(
             builder.append_action(ids, [-1.0] * len(ids), [0] * len(ids))
         else:
             builder.append_observation(ids)
-    tokens = builder.build()
-    learner.add_turn(
-        group, 0, ScoredTurn(tokens=tokens, teacher_logprobs=np.zeros(tokens.num_tokens))
-    )
+    return builder.build()
+
+
+def _add(learner: Distiller, task_id: str, prompt: Sequence[int], tokens: TrajectoryTokens) -> None:
+    """Gives the learner a demonstration. Raises ConfigError where it does not fit."""
+    from thundersync_jax.learner.groups import LearnerError
+
+    turn = ScoredTurn(tokens=tokens, teacher_logprobs=np.zeros(tokens.num_tokens))
+    try:
+        group = learner.open_group(task_id, prompt, 1)
+        learner.add_turn(group, 0, turn)
+    except LearnerError as error:
+        raise ConfigError(f"a demonstration cannot be learned: {error}") from error
     learner.add_trajectory(group, 0, tokens)
 
 

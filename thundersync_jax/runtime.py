@@ -23,10 +23,13 @@ from thundersync_jax.envs.base import EnvironmentSuite
 from thundersync_jax.envs.data import load_tasks
 from thundersync_jax.errors import ConfigError, check
 from thundersync_jax.factory import call_factory, import_factory
-from thundersync_jax.frozen_policy import FrozenPolicy, find_frozen_policy
+from thundersync_jax.frozen_policy import FrozenPolicy, check_weights, find_frozen_policy
 from thundersync_jax.learner.compilation import compile_apart
 from thundersync_jax.learner.distiller import Distiller
+from thundersync_jax.learner.groups import LearnerError
 from thundersync_jax.learner.learner import Learner
+from thundersync_jax.learner.reduction import REDUCTIONS
+from thundersync_jax.losses.objective import Objective
 from thundersync_jax.losses.objective_check import check_turns
 from thundersync_jax.losses.objectives import make_objective
 from thundersync_jax.model.presets import TransformerConfig, preset
@@ -106,6 +109,7 @@ async def build(
     objective = make_objective(config.learner.objective, config.learner.objective_options)
     if config.learner.stream_turns != "never":
         check_turns(objective)
+    _check_step(config, objective)
     suite = load_suite(config.env)
     tokenizer = word_tokenizer(suite.vocabulary)
     model = make_model(config, tokenizer)
@@ -113,14 +117,16 @@ async def build(
         config, objective=objective, model=model, tokenizer=tokenizer, workdir=workdir
     )
     mesh = make_learner_mesh(config, model)
-    train_tasks = _tasks(config, suite, workdir, config.data.train_split)
+    train_tasks = load_split(config, suite, workdir, config.data.train_split)
     eval_tasks = (
-        _tasks(config, suite, workdir, config.data.eval_split)[: config.evaluation.num_tasks]
+        load_split(config, suite, workdir, config.data.eval_split)[: config.evaluation.num_tasks]
         if config.evaluation.every_steps
         else ()
     )
     for task in (*train_tasks, *eval_tasks):
         _check_prompt(task.task_id, suite.prompt(task), tokenizer, config.model.max_context)
+    if frozen is not None:
+        await asyncio.to_thread(check_weights, frozen)
     sandboxes, sandbox_report = await open_pool(config.sandbox)
     lacks = f", which does not enforce {', '.join(sandbox_report.unenforced)}"
     announce(f"tools run in {sandbox_report.backend}{lacks if sandbox_report.unenforced else ''}")
@@ -223,7 +229,7 @@ def _make_programs(
     return engine, learner, scorer
 
 
-def _tasks(
+def load_split(
     config: RunConfig, suite: EnvironmentSuite, workdir: WorkDirectory, split: str
 ) -> Sequence[Task]:
     """The tasks of one split, from the data set or from the environment."""
@@ -244,6 +250,17 @@ def _tasks(
             f"the split {split!r} of {config.env.factory} has no tasks. {_SPLIT_REMEDY}"
         )
     return tasks
+
+
+def _check_step(config: RunConfig, objective: Objective) -> None:
+    """A step of so many groups can be summed."""
+    num_groups = config.run.groups_per_step + config.run.max_refilled_groups
+    sizes = [config.run.group_size] * num_groups
+    reduction = REDUCTIONS[config.learner.reduction]
+    try:
+        reduction.check_group(f"config.run: {num_groups} groups a step", sizes, objective)
+    except LearnerError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _check_prompt(task_id: str, prompt: str, tokenizer: Tokenizer, max_context: int) -> None:

@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from absl import app, flags
-from ml_collections import config_flags
 
-from thundersync_jax.command_line import USER_ERROR, load_config, run_main
+from thundersync_jax.command_line import USER_ERROR, define_config_flag, load_config, run_main
 from thundersync_jax.config import RunConfig, resolve
 from thundersync_jax.errors import ConfigError
 from thundersync_jax.serving.supervision import (
@@ -46,7 +45,7 @@ _CLOSE_S = 5.0
 _POLL_S = 0.1
 _FAULT = 1
 
-_CONFIG = config_flags.DEFINE_config_file("config", None, "An experiment: a file of configs/.")
+_CONFIG = define_config_flag()
 _WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run; its checkpoints are read.")
 _PORT = flags.DEFINE_integer("port", 0, "Loopback port; 0 takes a free one.")
 _CHECKPOINT_STEP = flags.DEFINE_integer(

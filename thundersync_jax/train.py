@@ -15,15 +15,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from absl import app, flags
-from ml_collections import config_flags
 
-from thundersync_jax.command_line import INTERRUPTED, load_config, run_main, run_to_exit
+from thundersync_jax.command_line import (
+    INTERRUPTED,
+    define_config_flag,
+    load_config,
+    run_main,
+    run_to_exit,
+)
 from thundersync_jax.config import resolve
 
 if TYPE_CHECKING:
     from thundersync_jax.trainer import Trainer
 
-_CONFIG = config_flags.DEFINE_config_file("config", None, "An experiment: a file of configs/.")
+_CONFIG = define_config_flag()
 _WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run: new, or one to resume.")
 
 

@@ -104,11 +104,7 @@ class Trainer:
             await asyncio.to_thread(runtime.worker.start)
             stack.callback(runtime.worker.close)
             self._publish_now()
-            if runtime.scorer is not None and runtime.frozen is not None:
-                weights = await asyncio.to_thread(load_weights, runtime.frozen)
-                await asyncio.to_thread(runtime.scorer.start)
-                stack.callback(runtime.scorer.close)
-                await asyncio.to_thread(runtime.scorer.publish, weights, 0)
+            await asyncio.to_thread(self._start_scorer, stack)
             self._compiles.start()
             stack.callback(self._compiles.close)
             self._progress.message(
@@ -127,6 +123,15 @@ class Trainer:
                 await coordinator.close()
                 await runtime.sandboxes.close()
                 self._timeline.write()
+
+    def _start_scorer(self, stack: contextlib.ExitStack) -> None:
+        """With its weights, of which it keeps a copy: the loaded ones go when this returns."""
+        scorer, frozen = self._runtime.scorer, self._runtime.frozen
+        if scorer is not None and frozen is not None:
+            weights = load_weights(frozen)
+            scorer.start()
+            stack.callback(scorer.close)
+            scorer.publish(weights, 0)
 
     def _make_coordinator(self, journal: Journal) -> Coordinator:
         learner = self._runtime.learner

@@ -13,7 +13,7 @@
     lock                held by the process that runs here
 
 The same directory resumes, one process at a time. A key that is not marked `resume_mutable` in
-config_sections.py may not differ.
+config_*.py may not differ.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from thundersync_jax.config_sections import LearnerSection
+from thundersync_jax.config_learner import LearnerSection
 from thundersync_jax.learner.learner import Learner
 from thundersync_jax.learner.reference import Attempt, objective_gradient
 from thundersync_jax.learner.score import Params, ScoreSettings

@@ -20,8 +20,9 @@ import numpy as np
 from thundersync_jax.benchmarks import turns
 from thundersync_jax.benchmarks.report import Report
 from thundersync_jax.benchmarks.turn_arrivals import TurnCase, turn
+from thundersync_jax.config_learner import LearnerSection
 from thundersync_jax.config_opd import OpdSection
-from thundersync_jax.config_sections import LearnerSection, OptimizerSection
+from thundersync_jax.config_sections import OptimizerSection
 from thundersync_jax.learner.compilation import compile_apart, temporary_cache
 from thundersync_jax.learner.distiller import Distiller
 from thundersync_jax.model.presets import TransformerConfig

@@ -30,7 +30,8 @@ from thundersync_jax.benchmarks.arrivals import (
     rel_l2,
     run_events,
 )
-from thundersync_jax.config_sections import LearnerSection, OptimizerSection
+from thundersync_jax.config_learner import LearnerSection
+from thundersync_jax.config_sections import OptimizerSection
 from thundersync_jax.learner.checkpoint import Checkpointer, RunPosition
 from thundersync_jax.learner.compilation import temporary_cache
 from thundersync_jax.learner.learner import Learner

@@ -25,7 +25,8 @@ from thundersync_jax.benchmarks.arrivals import (
 )
 from thundersync_jax.benchmarks.report import Report
 from thundersync_jax.benchmarks.turn_arrivals import worst_distance
-from thundersync_jax.config_sections import LearnerSection, OptimizerSection
+from thundersync_jax.config_learner import LearnerSection
+from thundersync_jax.config_sections import OptimizerSection
 from thundersync_jax.learner.learner import Learner
 from thundersync_jax.model.presets import preset
 from thundersync_jax.model.transformer import init_params

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from thundersync_jax.benchmarks.arrivals import VOCAB_SIZE, rel_l2
+from thundersync_jax.config_learner import LearnerSection
 from thundersync_jax.config_opd import OpdSection
-from thundersync_jax.config_sections import LearnerSection, OptimizerSection
+from thundersync_jax.config_sections import OptimizerSection
 from thundersync_jax.learner.distiller import Distiller
 from thundersync_jax.model.presets import TransformerConfig
 from thundersync_jax.model.transformer import forward, init_params, logits

@@ -18,7 +18,8 @@ import numpy as np
 
 from thundersync_jax.benchmarks.learner import medians, ratio
 from thundersync_jax.benchmarks.report import Report
-from thundersync_jax.config_sections import LearnerSection, OptimizerSection
+from thundersync_jax.config_learner import LearnerSection
+from thundersync_jax.config_sections import OptimizerSection
 from thundersync_jax.learner.compilation import compile_apart, temporary_cache
 from thundersync_jax.learner.learner import Learner
 from thundersync_jax.model.presets import TransformerConfig, preset

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from thundersync_jax.config_sections import LearnerSection
+from thundersync_jax.config_learner import LearnerSection
 from thundersync_jax.learner.buckets import bucket_of, make_example
 from thundersync_jax.learner.groups import Group, LearnerError, Member, Stage
 from thundersync_jax.learner.token_checks import check_ids, check_length

@@ -87,6 +87,7 @@ class DistillationStatistics:
             learning_rate=learning_rate,
             paths={"turns": by_turns, "whole": len(trained) - by_turns},
             num_held=0,
+            num_by_turns=by_turns,
             teacher_kl_mean=(
                 sum(s.teacher_kl for s in sequences) / num_tokens if num_tokens else math.nan
             ),

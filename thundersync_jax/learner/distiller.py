@@ -26,8 +26,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from thundersync_jax.config_learner import LearnerSection
 from thundersync_jax.config_opd import OpdSection
-from thundersync_jax.config_sections import LearnerSection, OptimizerSection
+from thundersync_jax.config_sections import OptimizerSection
 from thundersync_jax.errors import check
 from thundersync_jax.learner.base import BaseLearner
 from thundersync_jax.learner.distillation_statistics import DistillationStatistics
@@ -107,8 +108,13 @@ class Distiller(BaseLearner[SegmentWork]):
             logprob_chunk=logprob_chunk,
         )
         mesh = mesh or make_mesh(MeshShape(), jax.devices()[:1])
-        self._config = dataclasses.replace(
-            config, pool_size=0, held_gradients=0, prompt_buckets=(), pack_tokens=0
+        self._config = LearnerSection(
+            mesh=config.mesh,
+            buckets=config.buckets,
+            tokens_per_step=config.tokens_per_step,
+            max_logprob_gap=config.max_logprob_gap,
+            pool_size=0,
+            held_gradients=0,
         )
         stream_turns = StreamTurns(opd.stream_turns)
         self._prefix_buckets = opd.prefix_buckets or config.buckets[-1:]
@@ -259,15 +265,14 @@ def _cache_shapes(
     config: LearnerSection, opd: OpdSection, prefix_buckets: tuple[int, ...]
 ) -> CacheShapes:
     """With caches in the host, the device has places for those that one call can reach."""
-    num_caches = 0 if opd.stream_turns == "never" else opd.num_caches
-    num_residuals = opd.num_residuals if num_caches else 0
+    num_caches = opd.num_caches if opd.has_caches else 0
     is_paged = opd.cache_memory == "pinned_host"
     return CacheShapes(
         num_caches=num_caches,
         num_places=min(num_caches, most_lanes(config)) if is_paged else num_caches,
         length=config.buckets[-1],
-        num_residuals=num_residuals,
-        shapes=turn_shapes(config.buckets, prefix_buckets) if num_residuals else (),
+        num_residuals=opd.num_residuals,
+        shapes=turn_shapes(config.buckets, prefix_buckets) if opd.num_residuals else (),
     )
 
 

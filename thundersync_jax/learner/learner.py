@@ -26,7 +26,8 @@ from collections.abc import Callable, Sequence
 import jax
 from jax.sharding import Mesh
 
-from thundersync_jax.config_sections import LearnerSection, OptimizerSection
+from thundersync_jax.config_learner import LearnerSection
+from thundersync_jax.config_sections import OptimizerSection
 from thundersync_jax.learner.accumulators import Accumulators
 from thundersync_jax.learner.base import BaseLearner
 from thundersync_jax.learner.buckets import bucket_of

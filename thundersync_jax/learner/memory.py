@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-from thundersync_jax.config_sections import LearnerSection
+from thundersync_jax.config_learner import LearnerSection
 from thundersync_jax.errors import UserError
 from thundersync_jax.learner.placement import Placement, device_bytes
 from thundersync_jax.learner.program_names import (
@@ -40,7 +40,6 @@ HOST_SHARE = 0.5  # of the host for buffers: checkpoints pass through it, and sa
 _SIZED = ("pool_size", "prompt_slots")  # where -1 is as many as fit
 _MOST = 2**31  # no device holds as many of anything
 _LEAST = {"pool_size": 0, "pairs_per_call": 1, "prompt_slots": 1, "held_gradients": 0}
-_LEAST_EXACT = {**_LEAST, "pool_size": 1}
 
 
 class MemoryPlanError(UserError, ValueError):
@@ -307,7 +306,11 @@ def _remedy(plan: MemoryPlan) -> str:
     if is_before_programs:
         plan = _with_headroom(plan)
     found = []
-    leasts = _LEAST_EXACT if plan.config.reduction == "exact" else _LEAST
+    leasts = dict(_LEAST)
+    if plan.config.reduction == "exact":
+        leasts["pool_size"] = 1
+    if plan.config.has_turns:
+        leasts["held_gradients"] = 1
     for key, least in leasts.items():
         smaller = range(least, min(getattr(plan.config, key), _MOST))
         at = bisect.bisect_left(
@@ -319,7 +322,9 @@ def _remedy(plan: MemoryPlan) -> str:
     advice = "use more devices along fsdp or tensor, or a smaller model"
     if plan.program.startswith(("program Fold", "program Prompt")):
         advice = f"shorten the longest bucket, set model.remat = 'block', {advice}"
-    if plan.sizes.caches_bytes and not plan.config.has_turns:  # they are a distiller's
+    if plan.config.has_turns:
+        advice = f"lower learner.num_turn_caches, {advice}"
+    elif plan.sizes.caches_bytes:  # a distiller's
         is_paged = plan.sizes.host_caches_bytes > 0
         advice = f"lower opd.num_caches, {advice}"
         advice = advice if is_paged else f"set opd.cache_memory = 'pinned_host', {advice}"

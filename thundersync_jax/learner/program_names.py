@@ -14,7 +14,7 @@ import enum
 import functools
 from collections.abc import Callable
 
-from thundersync_jax.config_sections import LearnerSection
+from thundersync_jax.config_learner import LearnerSection
 from thundersync_jax.learner.buckets import lanes_per_call
 
 

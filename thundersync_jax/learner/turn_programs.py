@@ -14,7 +14,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from thundersync_jax.config_sections import LearnerSection
+from thundersync_jax.config_learner import LearnerSection
 from thundersync_jax.learner import turn_replay
 from thundersync_jax.learner.buckets import Lanes, pad_lanes
 from thundersync_jax.learner.placement import device_bytes
@@ -66,7 +66,6 @@ class TurnPrograms(Programs):
     """`Programs` with those of turn replay.
 
     Attributes:
-      turn_sums: the buffers that turns are folded into, abstract.
       caches: trajectory caches on the device, abstract TrajectoryCaches; None without any.
       host_caches: those of the pool that lie in the host, abstract; None without any.
       num_places: trajectory caches of a replica on the device.
@@ -83,8 +82,7 @@ class TurnPrograms(Programs):
     ) -> None:
         super().__init__(settings, optimizer, mesh, shapes)
         self.num_residuals = caches.num_residuals
-        place, is_held = self.placement, caches.is_held
-        self.turn_sums: tuple[Any, ...] = (place.held,) * shapes.num_held if is_held else self._sums
+        self._is_held = caches.is_held
         self.num_places = caches.num_places
         if caches.num_places:
             pool = self._pool(caches.num_places, caches.length)
@@ -92,6 +90,11 @@ class TurnPrograms(Programs):
             self.caches = pool.replace(residuals=kept)
         if caches.num_caches > caches.num_places:
             self.host_caches = self._pool(caches.num_caches - caches.num_places, caches.length)
+
+    @property
+    def turn_sums(self) -> tuple[Any, ...]:
+        """The buffers that turns are folded into, abstract."""
+        return (self.placement.held,) * self.shapes.num_held if self._is_held else self._sums
 
     def _pool(self, num_caches: int, length: int) -> TrajectoryCaches:
         """So many caches without residuals, abstract."""

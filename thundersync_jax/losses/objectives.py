@@ -56,6 +56,13 @@ from thundersync_jax.losses.regularizers import ESTIMATORS, entropy_term, kl_ter
 
 Score = Callable[[Any], Any]
 _KEY = "learner.objective_options"
+_TERMS = ("kl_coefficient", "entropy_coefficient", "distillation_coefficient")
+_READERS = {  # an option -> those of which one must be set for it
+    "kl_estimator": ("kl_coefficient",),
+    "distillation_ratio_cap": ("distillation_coefficient",),
+    "terms_normalizer": _TERMS,
+    "terms_scope": _TERMS,
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,6 +108,7 @@ class Common:
             "0 beside a distillation_coefficient: a run has one reference policy, and both terms "
             "would pull to the same",
         )
+        self._check_read()
         is_shaped = self.overlong_tokens > 0 or self.overlong_cache > 0
         check(
             not is_shaped or 0 < self.overlong_cache <= self.overlong_tokens,
@@ -108,6 +116,18 @@ class Common:
             self.overlong_cache,
             f"1 to overlong_tokens = {self.overlong_tokens}, the last tokens before the limit",
         )
+
+    def _check_read(self) -> None:
+        """Raises ConfigError for an option that is set where nothing reads it."""
+        for field in dataclasses.fields(self):
+            value, readers = getattr(self, field.name), _READERS.get(field.name, ())
+            is_read = not readers or any(getattr(self, reader) for reader in readers)
+            expected = f"{field.default!r} without {' or '.join(readers)}: nothing else reads it"
+            check(is_read or value == field.default, f"{_KEY}.{field.name}", value, expected)
+        num_tokens = self.normalizer_tokens
+        is_read = num_tokens == 0 or "constant" in (self.normalizer, self.terms_normalizer)
+        expected = "0 without a normalizer 'constant': nothing else reads it"
+        check(is_read, f"{_KEY}.normalizer_tokens", num_tokens, expected)
 
     def make(
         self,

@@ -207,7 +207,8 @@ class UpdateReport:
         and the teacher q.
       reference_kl_k3_mean: the mean over action tokens of q / b - 1 - log(q / b), of the sampler b
         and the reference policy q: the k3 estimate of their KL divergence; NaN without a reference.
-      num_by_turns: trajectories with a reward whose turns ran before their content was final.
+      num_by_turns: trajectories whose turns ran before their content was final: of those with a
+        reward, or, in distillation, with a scored token.
       replayed_tokens: positions that ran once more than without turn streaming.
       replayed_flops: of the matrix products that ran for them, in closed form; see `ReplayCount`.
       num_promotions: leaves of exact sums that met a gradient beyond their grid.
