@@ -1,4 +1,4 @@
-"""A model is written and read again without a change, piece by piece; what does not fit is named."""
+"""A model is written and read again without a change, piece by piece; misfits are named."""
 
 from __future__ import annotations
 

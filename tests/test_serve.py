@@ -19,7 +19,7 @@ from thundersync_jax.learner.optimizer import make_optimizer
 from thundersync_jax.learner.train_state import TrainState
 from thundersync_jax.model.presets import preset
 from thundersync_jax.model.transformer import init_params
-from thundersync_jax.serve import FRESH, load_policy, newest_step
+from thundersync_jax.saved_policy import FRESH, load_policy, newest_step
 from thundersync_jax.workdir import WorkDirectory
 
 TESTS = Path(__file__).parent

@@ -12,18 +12,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from thundersync_jax.config import RunConfig, from_dict
 from thundersync_jax.config_reference import INITIAL
 from thundersync_jax.errors import ConfigError, check
-from thundersync_jax.learner.checkpoint import Checkpointer, CheckpointError
+from thundersync_jax.learner.checkpoint import CheckpointError
 from thundersync_jax.losses.objective import Objective
 from thundersync_jax.model.presets import ModelError, TransformerConfig, preset
-from thundersync_jax.model.sharded import init_on_mesh
-from thundersync_jax.model.transformer import Params, abstract_params
+from thundersync_jax.model.transformer import Params
 from thundersync_jax.rollout.chat import Tokenizer
-from thundersync_jax.sharding import MeshShape, make_mesh
+from thundersync_jax.saved_policy import FRESH, initial_policy, newest_step, read_policy
 from thundersync_jax.trajectory_log import step_path
 from thundersync_jax.workdir import WorkDirectory
 
@@ -97,28 +94,15 @@ def check_weights(policy: FrozenPolicy) -> None:
 def load_weights(policy: FrozenPolicy) -> Params:
     """Its parameters, on the first device. Raises ConfigError when they cannot be read."""
     if isinstance(policy.source, int):
-        mesh = make_mesh(MeshShape(), jax.devices()[:1])
-        return init_on_mesh(policy.model, policy.source, mesh)
-    where = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    like = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
-        abstract_params(policy.model),
-    )
-    checkpoints = Checkpointer(policy.source.checkpoints, keep_last=1)
+        return initial_policy(policy.model, policy.source)
+    checkpoints = policy.source.checkpoints
     try:
-        newest = checkpoints.latest()
-        if newest is None:
-            raise ConfigError(
-                f"config.{policy.key}: {policy.source.checkpoints} holds no checkpoint any more"
-            )
-        return checkpoints.restore_policy(like, newest)[0]
+        return read_policy(policy.model, checkpoints, newest_step(checkpoints))[0]
     except CheckpointError as error:
         raise ConfigError(
             f"config.{policy.key} names a run whose newest checkpoint cannot be read: {error}. Or "
             "name another run"
         ) from error
-    finally:
-        checkpoints.close()
 
 
 def _check_roles(config: RunConfig, objective: Objective) -> None:
@@ -162,7 +146,10 @@ def _changed(key: str, section: Any, *names: str) -> list[str]:
 
 def _check_start(workdir: WorkDirectory) -> None:
     """The run begins at its seed's parameters: it has no checkpoint before its first step."""
-    if _has_checkpoint(workdir) and not step_path(workdir.trajectories, 0).exists():
+    if (
+        newest_step(workdir.checkpoints) != FRESH
+        and not step_path(workdir.trajectories, 0).exists()
+    ):
         raise ConfigError(
             f"config.reference.policy = {INITIAL!r}: {workdir.root} starts from a checkpoint and "
             "not from the parameters of run.seed, which the reference would be. Name a copy of the "
@@ -187,14 +174,10 @@ def _model_of(key: str, source: WorkDirectory, tokenizer: Tokenizer) -> Transfor
             f"{tokenizer.fingerprint}: their ids mean different tokens, so its scores would be of "
             "other texts. Take a policy that was trained with the same environment's vocabulary"
         )
-    if not _has_checkpoint(source):
+    if newest_step(source.checkpoints) == FRESH:
         raise ConfigError(f"{name} has no checkpoints: train it first")
     vocab_size = model.vocab_size or tokenizer.vocab_size
     try:
         return preset(model.preset, vocab_size=vocab_size, dtype=model.dtype)
     except ModelError as error:
         raise ConfigError(f"{name}, in its config.json: {error}") from error
-
-
-def _has_checkpoint(workdir: WorkDirectory) -> bool:
-    return any(path.name.isdigit() for path in workdir.checkpoints.glob("*"))

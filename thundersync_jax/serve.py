@@ -22,6 +22,7 @@ from absl import app, flags
 from thundersync_jax.command_line import USER_ERROR, define_config_flag, load_config, run_main
 from thundersync_jax.config import RunConfig, resolve
 from thundersync_jax.errors import ConfigError
+from thundersync_jax.saved_policy import FRESH, load_policy, newest_step
 from thundersync_jax.serving.supervision import (
     LOOPBACK,
     SupervisionError,
@@ -34,11 +35,7 @@ from thundersync_jax.serving.supervision import (
 from thundersync_jax.workdir import WorkDirectory
 
 if TYPE_CHECKING:
-    from thundersync_jax.model.presets import TransformerConfig
-    from thundersync_jax.model.transformer import Params
     from thundersync_jax.serving.jetstream_server import DrivenEngine
-
-FRESH = 0  # --checkpoint_step of the weights before the first step
 
 _HEALTH_CHECK_S = 2.0
 _CLOSE_S = 5.0
@@ -99,12 +96,6 @@ def supervise(port: int, step: int) -> int:
     return 0
 
 
-def newest_step(checkpoints: Path) -> int:
-    """Of the checkpoints in a directory, which Orbax names by their steps; FRESH without any."""
-    names = (path.name for path in checkpoints.glob("*"))
-    return max((int(name) for name in names if name.isdigit()), default=FRESH)
-
-
 def serve(config: RunConfig, workdir: WorkDirectory, port: int, step: int) -> int:
     """Serves in this process until a signal, the supervisor's end or a fault of the engine."""
     from thundersync_jax.learner.compilation import configure
@@ -142,32 +133,6 @@ def load_engine(config: RunConfig, workdir: WorkDirectory, step: int) -> DrivenE
     engine.warm_up(with_prefill=True)
     engine.weights.publish(params, version)
     return engine
-
-
-def load_policy(
-    config: RunConfig, model: TransformerConfig, workdir: WorkDirectory, step: int
-) -> tuple[Params, int]:
-    """Parameters and policy version after `step` steps, on the first device. Writes nothing."""
-    import jax
-
-    from thundersync_jax.learner.checkpoint import Checkpointer
-    from thundersync_jax.model.sharded import init_on_mesh
-    from thundersync_jax.model.transformer import abstract_params
-    from thundersync_jax.sharding import MeshShape, make_mesh
-
-    device = jax.devices()[0]
-    if step == FRESH:
-        mesh = make_mesh(MeshShape(data=1, fsdp=1, tensor=1), [device])
-        return init_on_mesh(model, config.run.seed, mesh), 0
-    where = jax.sharding.SingleDeviceSharding(device)
-    like = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), abstract_params(model)
-    )
-    checkpoints = Checkpointer(workdir.checkpoints, keep_last=config.checkpoint.keep_last)
-    try:
-        return checkpoints.restore_policy(like, step)
-    finally:
-        checkpoints.close()
 
 
 def _say(text: str) -> None:

@@ -1,0 +1,87 @@
+"""python -m thundersync_jax.export --workdir=DIR --to=DIR [--checkpoint_step=N]
+    [--dtype=bfloat16|float32]
+
+Writes the policy of a run as a Hugging Face directory, which `transformers` loads: config.json,
+safetensors files and the tokenizer. The run's directory is only read.
+Exit status: 0 when it is written, 2 for bad input.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import app, flags
+
+from thundersync_jax.command_line import run_main
+from thundersync_jax.config import RunConfig, from_dict
+from thundersync_jax.errors import ConfigError
+from thundersync_jax.rollout.chat import BOS, EOS, Tokenizer, word_tokenizer
+from thundersync_jax.saved_policy import FRESH, load_policy, newest_step
+from thundersync_jax.workdir import WorkDirectory
+
+_WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run.")
+_TO = flags.DEFINE_string("to", None, "Directory to write: a new or an empty one.")
+_CHECKPOINT_STEP = flags.DEFINE_integer(
+    "checkpoint_step", None, "The weights after so many steps. Default: the newest."
+)
+_DTYPE = flags.DEFINE_enum("dtype", "bfloat16", ("bfloat16", "float32"), "Of the files.")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns the exit status."""
+    if len(argv) > 1 or not (_WORKDIR.value and _TO.value):
+        raise app.UsageError("give --workdir=DIR --to=DIR")
+    workdir, to = WorkDirectory(Path(_WORKDIR.value)), Path(_TO.value)
+    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+        raise ConfigError(f"--to={to} is not empty: give a directory that is, or a new one")
+    step = export(workdir, to, step=_CHECKPOINT_STEP.value, dtype=_DTYPE.value)
+    print(f"wrote the policy after {step} steps to {to}")
+    return 0
+
+
+def export(workdir: WorkDirectory, to: Path, *, step: int | None, dtype: str) -> int:
+    """Writes the policy after `step` steps, or the newest, to `to`; returns its step."""
+    import jax
+
+    from thundersync_jax.model.export_hf import export_hugging_face
+    from thundersync_jax.runtime import load_suite, make_model
+
+    config = _config_of(workdir)
+    jax.config.update("jax_enable_x64", config.model.dtype == "float64")
+    tokenizer = word_tokenizer(load_suite(config.env).vocabulary)
+    model = make_model(config, tokenizer)
+    saved = newest_step(workdir.checkpoints) if step is None else step
+    if step is None and saved == FRESH:
+        raise ConfigError(f"{workdir.checkpoints} holds no checkpoint: train the run first")
+    params, _ = load_policy(config, model, workdir, saved)
+    export_hugging_face(model, params, to, dtype=dtype)
+    _write_tokenizer(tokenizer, to, config.model.max_context)
+    return saved
+
+
+def _config_of(workdir: WorkDirectory) -> RunConfig:
+    try:
+        return from_dict(json.loads(workdir.config.read_text(encoding="utf-8"))["config"])
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"--workdir={workdir.root}: expected the directory of a run, with a config.json "
+            f"({type(error).__name__}: {error})"
+        ) from error
+
+
+def _write_tokenizer(tokenizer: Tokenizer, to: Path, max_context: int) -> None:
+    (to / "tokenizer.json").write_text(tokenizer.backend.to_str(), encoding="utf-8")
+    settings: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": BOS,
+        "eos_token": EOS,
+        "model_max_length": max_context,
+    }
+    (to / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))
+
+
+if __name__ == "__main__":
+    run_main(main)

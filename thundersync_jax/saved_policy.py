@@ -1,0 +1,62 @@
+"""The policy that a run has saved: which checkpoint is the newest, and its parameters alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from thundersync_jax.config import RunConfig
+from thundersync_jax.workdir import WorkDirectory
+
+if TYPE_CHECKING:
+    from thundersync_jax.model.presets import TransformerConfig
+    from thundersync_jax.model.transformer import Params
+
+FRESH = 0  # the step of the weights before the first
+
+
+def newest_step(checkpoints: Path) -> int:
+    """Of the checkpoints in a directory, which Orbax names by their steps; FRESH without any."""
+    names = (path.name for path in checkpoints.glob("*"))
+    return max((int(name) for name in names if name.isdigit()), default=FRESH)
+
+
+def load_policy(
+    config: RunConfig, model: TransformerConfig, workdir: WorkDirectory, step: int
+) -> tuple[Params, int]:
+    """Parameters and policy version after `step` steps, on the first device. Writes nothing.
+
+    Raises:
+      CheckpointError: there is no such checkpoint, or it cannot be read.
+    """
+    if step == FRESH:
+        return initial_policy(model, config.run.seed), 0
+    return read_policy(model, workdir.checkpoints, step)
+
+
+def initial_policy(model: TransformerConfig, seed: int) -> Params:
+    """The parameters that a run of this seed begins with, on the first device."""
+    import jax  # here and below: the supervisor of `serve` has none
+
+    from thundersync_jax.model.sharded import init_on_mesh
+    from thundersync_jax.sharding import MeshShape, make_mesh
+
+    return init_on_mesh(model, seed, make_mesh(MeshShape(), jax.devices()[:1]))
+
+
+def read_policy(model: TransformerConfig, checkpoints: Path, step: int) -> tuple[Params, int]:
+    """`load_policy` of a checkpoint."""
+    import jax
+
+    from thundersync_jax.learner.checkpoint import Checkpointer
+    from thundersync_jax.model.transformer import abstract_params
+
+    where = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    like = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), abstract_params(model)
+    )
+    checkpointer = Checkpointer(checkpoints, keep_last=1)
+    try:
+        return checkpointer.restore_policy(like, step)
+    finally:
+        checkpointer.close()
