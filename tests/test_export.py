@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 
 from thundersync_jax.config import resolve
 from thundersync_jax.model.import_hf import HuggingFaceDirectory
+from thundersync_jax.model.presets import preset
 from thundersync_jax.workdir import WorkDirectory
 
 TESTS = Path(__file__).parent
@@ -31,9 +32,10 @@ def export(workdir: Path, to: Path, *arguments: str) -> subprocess.CompletedProc
 
 
 def test_the_newest_policy_and_its_tokenizer_are_written(tmp_path: Path):
-    workdir = WorkDirectory(tmp_path / "run")
+    workdir = WorkDirectory(tmp_path)
     workdir.claim(CONFIG, tokenizer="0")
-    wants = {step: save(workdir, step=step, version=step) for step in (3, 6)}
+    model = preset("tiny", vocab_size=2 + 4 + 3)
+    wants = {step: save(workdir, step=step, version=step, model=model) for step in (3, 6)}
     for step, arguments in ((6, ()), (3, ("--checkpoint_step=3",))):
         to = tmp_path / f"exported{step}"
         done = export(workdir.root, to, "--dtype=float32", *arguments)
@@ -53,7 +55,7 @@ def test_the_newest_policy_and_its_tokenizer_are_written(tmp_path: Path):
     [(False, "expected the directory of a run"), (True, "holds no checkpoint: train the run")],
 )
 def test_what_is_no_run_is_refused(has_config: bool, message: str, tmp_path: Path):
-    workdir = WorkDirectory(tmp_path / "run")
+    workdir = WorkDirectory(tmp_path)
     if has_config:
         workdir.claim(CONFIG, tokenizer="0")
     done = export(workdir.root, tmp_path / "to")

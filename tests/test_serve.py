@@ -17,7 +17,7 @@ from thundersync_jax.config import resolve
 from thundersync_jax.learner.checkpoint import Checkpointer, CheckpointError, RunPosition
 from thundersync_jax.learner.optimizer import make_optimizer
 from thundersync_jax.learner.train_state import TrainState
-from thundersync_jax.model.presets import preset
+from thundersync_jax.model.presets import TransformerConfig, preset
 from thundersync_jax.model.transformer import init_params
 from thundersync_jax.saved_policy import FRESH, load_policy, newest_step
 from thundersync_jax.workdir import WorkDirectory
@@ -27,9 +27,11 @@ CONFIG = resolve(small_run.get_config())
 MODEL = preset("tiny", vocab_size=13)
 
 
-def save(workdir: WorkDirectory, *, step: int, version: int) -> object:
+def save(
+    workdir: WorkDirectory, *, step: int, version: int, model: TransformerConfig = MODEL
+) -> object:
     """A checkpoint as the trainer writes it; returns its parameters."""
-    params = init_params(MODEL, 100 + step)
+    params = init_params(model, 100 + step)
     state = TrainState(
         params=params,
         opt_state=make_optimizer(CONFIG.optimizer).init(params),
