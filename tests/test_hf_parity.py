@@ -117,8 +117,7 @@ def test_an_imported_model_has_the_logits_of_transformers(name: str, tmp_path: P
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_gradients_are_those_of_torch(name: str, tmp_path: Path):
     """Of the summed log-probability of the tokens after the first."""
-    import torch
-
+    torch = pytest.importorskip("torch")
     model = made(name, tmp_path)
     scores = torch.log_softmax(model(torch.tensor(TOKENS, dtype=torch.long)).logits, -1)
     wanted = torch.tensor(TOKENS[:, 1:, None], dtype=torch.long)
