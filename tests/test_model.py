@@ -254,3 +254,54 @@ def test_mistakes_are_named() -> None:
             dataclasses.replace(LLAMA, **change)
     with pytest.raises(ModelError, match="jax_enable_x64"):
         transformer.init_params(in_precision(LLAMA, "float64"), 0)
+
+
+WINDOWED = dataclasses.replace(
+    LLAMA,
+    num_layers=2,
+    use_qk_norm=True,
+    use_post_norms=True,
+    zero_centered_norms=True,
+    scale_embeddings=True,
+    activation="gelu",
+    windows=(3, 0),
+    query_scale=5,
+    rope_theta=100.0,
+    local_rope_theta=10.0,
+)
+
+
+def test_a_layer_with_a_window_sees_the_same_however_tokens_are_cut_into_calls():
+    """At once, in pieces through a cache, and after a prefix."""
+    params, tokens = random_params(WINDOWED), random_tokens(WINDOWED, rows=2, length=11)
+    positions = np.broadcast_to(np.arange(11, dtype=np.int32), tokens.shape)
+    whole = transformer.forward(WINDOWED, params, tokens, positions)
+    cache, pieces = init_cache(WINDOWED, num_rows=2, length=11), []
+    for start, end in itertools.pairwise((0, 4, 5, 11)):
+        piece, cache = transformer.forward_cached(
+            WINDOWED, params, tokens[:, start:end], positions[:, start:end], cache
+        )
+        pieces.append(piece)
+    np.testing.assert_allclose(np.concatenate(pieces, axis=1), whole, atol=2e-5)
+    prefix = transformer.keys_values(WINDOWED, params, tokens[:, :6], positions[:, :6])
+    valid = np.ones((2, 6), bool)
+    after = transformer.forward(
+        WINDOWED, params, tokens[:, 6:], positions[:, 6:], prefix=prefix, prefix_valid=valid
+    )
+    np.testing.assert_allclose(after, whole[:, 6:], atol=2e-5)
+
+
+def test_windows_bound_what_a_token_depends_on():
+    """Two layers of three tokens each: the fifth last token is the last that can matter."""
+    config = dataclasses.replace(WINDOWED, windows=(3, 3))
+    params, tokens = random_params(config), random_tokens(config, rows=1, length=9)
+    positions = np.arange(9, dtype=np.int32)[None]
+
+    def last(changed: int) -> np.ndarray:
+        other = tokens.copy()
+        other[0, changed] = (other[0, changed] + 1) % config.vocab_size
+        return np.asarray(transformer.forward(config, params, other, positions)[0, -1])
+
+    want = np.asarray(transformer.forward(config, params, tokens, positions)[0, -1])
+    for at in range(9):
+        assert np.allclose(last(at), want, atol=1e-6) == (at < 4)
