@@ -186,6 +186,36 @@ def test_rewards_far_from_c_cost_no_digits():
         learner.update()
 
 
+def test_a_gradient_that_cannot_be_held_is_warned_of_by_name(caplog):
+    """After one reward of 1e9 the grids of the next step are coarse, and fit again after it; a
+    group that lies 1e9 spreads from the others is beyond any grid.
+    """
+    learner = fresh()
+
+    def gradient_error(step: int, rewards: dict[int, tuple[float, ...]]) -> float:
+        cases = [
+            dataclasses.replace(case, rewards=rewards.get(at, case.rewards))
+            for at, case in enumerate(batch(step))
+        ]
+        feed(learner, cases, order=step)
+        wanted = lc.reference(MODEL, learner.params, cases, LearnerSection())
+        error = lc.rel_l2(learner.gradient(), wanted)
+        learner.update()
+        return error
+
+    gradient_error(0, {})
+    assert gradient_error(1, {1: (1e9, 0.0, 1.0, 2.0)}) <= 1e-5
+    assert not caplog.messages
+    assert gradient_error(2, {}) > 1e-3
+    assert caplog.messages
+    caplog.clear()
+    assert gradient_error(3, {}) <= 1e-5
+    assert not caplog.messages
+    gradient_error(4, {1: (1e9, 1e9 + 1, 1e9 + 2, 1e9 + 3)})
+    (message,) = caplog.messages
+    assert message.startswith("group ") and "task-1" in message and "9e+08 of" in message
+
+
 def test_gradients_beyond_their_grid_promote_it_and_the_bits_stay_the_same():
     """Every second leaf begins with a grid that is finer by 2**37, so that most addends exceed it
     and some do not.
@@ -217,7 +247,7 @@ def test_grids_follow_the_gradients_and_the_center_the_rewards():
     assert learner.state.sums.center == 0.0
     assert run_step(learner, 0, 0).num_promotions > 0  # nothing was known
     rewards = [r for c in batch(0) for r in c.rewards if r is not None]
-    assert learner.state.sums.center == pytest.approx(np.mean(rewards), rel=1e-15)
+    assert learner.state.sums.center == pytest.approx(np.median(rewards), rel=1e-15)
     assert run_step(learner, 1, 0).num_promotions == 0
     before = learner.state.sums
     group = learner.open_group("t", (1, 2), 2)

@@ -8,6 +8,7 @@ index order.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,9 +22,10 @@ from thundersync_jax.learner.grids import (
     StepGrids,
     SumStart,
     adjoint_names,
+    coarseness,
     sum_names,
 )
-from thundersync_jax.learner.groups import Member, Path
+from thundersync_jax.learner.groups import Cohort, Member, Path
 from thundersync_jax.learner.pairs import Pairs
 from thundersync_jax.learner.program_names import Fold
 from thundersync_jax.learner.programs import Programs
@@ -34,6 +36,8 @@ from thundersync_jax.learner.turn_buffers import TurnCaches
 from thundersync_jax.learner.turn_schedule import SegmentWork
 from thundersync_jax.learner.work import BindWork, CloseWork, FoldWork, LaneWork, PromptWork
 from thundersync_jax.losses.objective import Objective
+
+_TOLERATED = 1e-5  # relative error of a group's gradient
 
 
 class Accumulators:
@@ -222,6 +226,9 @@ class Accumulators:
         pair = pairs[at : at + 2]
         for name, acc in zip(PAIR, pair, strict=True):
             self._grids.note(name, acc.grid, np.any(coefficients, axis=1))
+        for replica, cohort in enumerate(work.replicas):
+            if cohort is not None and pair[0].grid is not None:
+                _warn_of_cancellation(cohort, coarseness(pair[0].grid, replica))
         self.batch, *closed = self._programs.close(self.batch, pair, coefficients, is_used)
         self._pairs.put(reached, (*pairs[:at], *closed, *pairs[at + 2 :]))
         jax.block_until_ready(self.batch)
@@ -316,6 +323,21 @@ class Accumulators:
             advantages=advantages,
             slot=slot,
             adjoint_slot=slot if lane.held is None else self._held_slot(lane.held),
+        )
+
+
+def _warn_of_cancellation(cohort: Cohort, coarseness: float) -> None:
+    """Where too few bits are left of what an exact pair closes to."""
+    error = 4 * coarseness * cohort.closing.cancellation  # of some addends, not of one
+    if error > _TOLERATED:
+        logging.warning(
+            "%s: the rewards lie %.0e of their spreads from c = %g, the median of the last update, "
+            "so with learner.reduction = 'exact' this gradient is right to about %.0e. The next "
+            "step's c follows the rewards; where groups always differ so much, use 'ordered'",
+            cohort.groups[0].name(),
+            cohort.closing.cancellation,
+            cohort.center,
+            min(error, 1.0),
         )
 
 

@@ -21,7 +21,12 @@ from thundersync_jax.learner.buckets import bucket_of, make_example
 from thundersync_jax.learner.groups import Group, LearnerError, Member, Stage
 from thundersync_jax.learner.token_checks import check_ids, check_length
 from thundersync_jax.learner.turns import TurnSequence
-from thundersync_jax.losses.objective import Objective, length_scale, unscaled_weights
+from thundersync_jax.losses.objective import (
+    Objective,
+    ObjectiveError,
+    length_scale,
+    unscaled_weights,
+)
 from thundersync_jax.trajectory import ScoredTurn, TrajectoryTokens
 
 
@@ -80,6 +85,8 @@ class Contents:
         is_shared = bool(group.prefix_bucket)
         try:
             example = make_example(group.prompt_ids, tokens, self._objective, is_shared=is_shared)
+        except ObjectiveError as error:
+            raise ObjectiveError(f"{name}: {error}") from error
         except ValueError as error:
             raise LearnerError(f"{name}: {error}") from None
         length = example.prefix_length + example.num_positions

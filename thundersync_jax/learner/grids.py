@@ -9,7 +9,7 @@ trace in it.
 from __future__ import annotations
 
 import dataclasses
-import math
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -38,7 +38,8 @@ class SumStart:
     """State of the sums at the start of a step. `ordered` sums have none and leave it alone.
 
     Attributes:
-      center: c of sum (r_i - c) g_i: the mean reward of the last update; 0 before any.
+      center: c of sum (r_i - c) g_i: the median reward of the last update, which no single one
+        drags away from the others; 0 before any.
       grids: of PAIR, `sum_names` and `adjoint_names`, the grid of every leaf of these sums, as the
         exponent of a power of two; without those that no update has had yet.
     """
@@ -98,8 +99,17 @@ class StepGrids:
         """
         start = self._start
         fitted = {name: _fitted(start.grid(name), peaks) for name, peaks in self._peaks.items()}
-        center = math.fsum(rewards) / len(rewards) if rewards else start.center
+        center = statistics.median(rewards) if rewards else start.center
         return SumStart(center=center, grids={**start.grids, **fitted})
+
+
+def coarseness(grid: Grid, row: int) -> float:
+    """Of a replica's sum: the step of the grid over the largest addend, of the leaf where that is
+    the most.
+    """
+    exponent, peak = np.asarray(grid.exponent)[row], np.asarray(grid.peak)[row]
+    steps = (exponent - peak)[peak > NO_PEAK].astype(np.float64)
+    return 2.0 ** float(np.max(steps, initial=-np.inf))
 
 
 def _fitted(old: tuple[int, ...], peaks: np.ndarray) -> tuple[int, ...]:

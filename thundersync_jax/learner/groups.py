@@ -180,6 +180,7 @@ class Cohort:
             values = np.zeros_like(values)
         advantages = dict(zip(rewarded, values.tolist(), strict=True))
         scale = objective.normalizer.group_scale(sum(m.num_action_tokens for m in rewarded))
+        cancellation = 0.0
         if not values.any():
             coefficients = (0.0, 0.0)
         elif line is None:
@@ -188,7 +189,14 @@ class Cohort:
             assert self.center is not None
             a, b = line.closing_coefficients(self.center)
             coefficients = (scale * a, scale * b)
-        return _Closing(advantages=advantages, scale=scale, coefficients=coefficients)
+            furthest = np.abs(rewards - self.center).max()
+            cancellation = float(furthest * abs(a) / np.sqrt(np.mean(values**2)))
+        return _Closing(
+            advantages=advantages,
+            scale=scale,
+            coefficients=coefficients,
+            cancellation=cancellation,
+        )
 
     def _members(self) -> Iterator[Member]:
         """In index order of groups, and of members in them."""
@@ -203,11 +211,14 @@ class _Closing:
       advantages: of every member with a reward.
       scale: factor of the cohort's normaliser.
       coefficients: the weights of (G1, G2), and of the prompts' adjoints.
+      cancellation: how far the rewards lie from c, in units of their spread: so much larger than
+        what the pair closes to its sums are.
     """
 
     advantages: dict[Member, float]
     scale: float
     coefficients: tuple[float, float]
+    cancellation: float = 0.0
 
     def unit(self) -> tuple[float, float]:
         """Weights in (G1, G2) that close to 1: of a gradient that contains its advantages."""

@@ -143,13 +143,14 @@ def _check_separable(objective: Objective, remedy: str) -> None:
     logprobs = jnp.asarray(rng.uniform(-3, -0.1, _LENGTH), jnp.float32)
     behavior = logprobs + jnp.asarray(rng.uniform(-0.3, 0.3, _LENGTH), jnp.float32)
 
-    weights = jnp.asarray(unscaled_weights(objective, np.ones(_LENGTH, np.bool_)))
+    mask = np.arange(_LENGTH) % 3 != 2  # turns of two tokens
+    weights = jnp.asarray(unscaled_weights(objective, mask))
 
     def slopes(begin: int, end: int) -> np.ndarray:
         tokens = Tokens(
             logprobs=logprobs[begin:end],
             behavior_logprobs=behavior[begin:end],
-            action_mask=jnp.ones(end - begin, jnp.bool_),
+            action_mask=jnp.asarray(mask[begin:end]),
             segment_ids=jnp.ones(end - begin, jnp.int32),
         )
 
