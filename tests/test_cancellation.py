@@ -22,6 +22,8 @@ from thundersync_jax.sandbox.base import SandboxError
 from thundersync_jax.serving.worker import ServingWorker
 from thundersync_jax.trajectory import Rollout, Task, Verdict
 
+pytestmark = pytest.mark.optimized
+
 BACKENDS = pytest.mark.parametrize("backend", ("bubblewrap", "restricted"))
 T = 10.0
 

@@ -36,6 +36,8 @@ from thundersync_jax.trajectory import TrajectoryKey
 from thundersync_jax.transport.client import ServingError
 from thundersync_jax.transport.messages import SampleRequest, SamplingParams
 
+pytestmark = pytest.mark.optimized
+
 TIMEOUT_S = 30.0
 MAX_OPEN_TURNS = 9
 

@@ -16,6 +16,8 @@ from thundersync_jax.serving.request_check import check_request, check_types, ch
 from thundersync_jax.transport.client import ServingError
 from thundersync_jax.transport.messages import ScoreRequest
 
+pytestmark = pytest.mark.optimized
+
 GOOD = request(0, (1, 2))
 NOT_AN_INT = ["1", None, 1.5, True, (1,)]
 

@@ -16,6 +16,8 @@ from thundersync_jax.serving.score_table import ScoreTable, Scoring, ScoringStat
 from thundersync_jax.transport.client import ServingError
 from thundersync_jax.transport.messages import ScoreRequest
 
+pytestmark = pytest.mark.optimized
+
 NUM_ROWS, ROW_LENGTH, NUM_SESSIONS = 2, 9, 5
 TOKENS = st.lists(st.integers(0, 3), min_size=0, max_size=5)
 

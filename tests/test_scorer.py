@@ -24,6 +24,8 @@ from thundersync_jax.serving.scorer import ScoreBatch, Scorer
 from thundersync_jax.transport.client import ScoreClient, ServingError
 from thundersync_jax.transport.messages import ScoreRequest, ScoreResult
 
+pytestmark = pytest.mark.optimized
+
 FLOAT64 = dataclasses.replace(CONFIG, dtype="float64", param_dtype="float64")
 
 

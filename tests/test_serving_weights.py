@@ -22,6 +22,8 @@ from thundersync_jax.serving.engine import PolicyEngine
 from thundersync_jax.serving.worker import ServingWorker
 from thundersync_jax.transport.client import ServingError
 
+pytestmark = pytest.mark.optimized
+
 
 def start(**serving: object) -> ServingWorker:
     worker = ServingWorker(fresh_engine(**serving))

@@ -25,6 +25,8 @@ from thundersync_jax.serving.worker import ServingWorker
 from thundersync_jax.transport.client import ServingError
 from thundersync_jax.transport.messages import FinishReason
 
+pytestmark = pytest.mark.optimized
+
 
 @pytest.fixture
 def worker() -> Iterator[ServingWorker]:

@@ -109,7 +109,7 @@ def coarseness(grid: Grid, row: int) -> float:
     """
     exponent, peak = np.asarray(grid.exponent)[row], np.asarray(grid.peak)[row]
     steps = (exponent - peak)[peak > NO_PEAK].astype(np.float64)
-    return 2.0 ** float(np.max(steps, initial=-np.inf))
+    return 2.0 ** min(float(np.max(steps, initial=-np.inf)), 0.0)
 
 
 def _fitted(old: tuple[int, ...], peaks: np.ndarray) -> tuple[int, ...]:
