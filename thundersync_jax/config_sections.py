@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from thundersync_jax.config_lora import LoraSection
 from thundersync_jax.config_sampling import EvaluationSamplingSection
 from thundersync_jax.errors import check, check_choice
 
@@ -94,6 +95,7 @@ class ModelSection:
       dtype: arithmetic of the forward pass: "float32", "bfloat16" or "float64".
       remat: "none", "block" (keep block inputs only) or "dots" (keep matrix products).
       logprob_chunk: vocabulary entries whose logits exist at one time.
+      lora: adapters that train in place of the parameters.
     """
 
     preset: str = "tiny"
@@ -102,6 +104,7 @@ class ModelSection:
     dtype: str = "float32"
     remat: str = "none"
     logprob_chunk: int = 16384
+    lora: LoraSection = dataclasses.field(default_factory=LoraSection)
 
     def __post_init__(self) -> None:
         check(self.max_context >= 2, "model.max_context", self.max_context, "at least 2 tokens")

@@ -8,6 +8,7 @@ run the same arithmetic.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from thundersync_jax.model.presets import LinearRopeScaling, TransformerConfig
+from thundersync_jax.model.presets import LinearRopeScaling, Lora, TransformerConfig
 
 Initializer = Callable[..., Any]
 
@@ -31,14 +32,21 @@ def fan_in_normal(fan_in: int, scale: float = 1.0) -> Initializer:
     return nn.initializers.normal(scale / math.sqrt(fan_in))
 
 
+def centered_uniform(bound: float) -> Initializer:
+    """Uniform from -bound to bound."""
+    uniform = nn.initializers.uniform(2 * bound)
+    return lambda *args: uniform(*args) - bound
+
+
 def residual_scale(config: TransformerConfig) -> float:
     """Keeps the residual stream at its initial size: every layer adds two outputs to it."""
     return 1.0 / math.sqrt(2 * config.num_layers)
 
 
 class Einsum(nn.Module):
-    """One projection: an einsum with a kernel of shape `shape`, whose logical axes are `axes`; with
-    a bias over all of them but the first.
+    """One projection: an einsum with a kernel of shape `shape`, whose logical axes are `axes`, those
+    of the inputs first; with a bias over all of them but the first, and an adapter where
+    `config.lora` targets its name.
     """
 
     config: TransformerConfig
@@ -53,13 +61,42 @@ class Einsum(nn.Module):
         init: Initializer = nn.with_logical_partitioning(self.kernel_init, tuple(self.axes))
         kernel = self.param("kernel", init, tuple(self.shape), self.config.param_dtype)
         outputs = jnp.einsum(self.equation, inputs, kernel.astype(self.config.dtype))
-        if not self.use_bias:
-            return outputs
-        zeros: Initializer = nn.with_logical_partitioning(
-            nn.initializers.zeros, tuple(self.axes[1:])
+        if self.use_bias:
+            zeros: Initializer = nn.with_logical_partitioning(
+                nn.initializers.zeros, tuple(self.axes[1:])
+            )
+            bias = self.param("bias", zeros, tuple(self.shape[1:]), self.config.param_dtype)
+            outputs += bias.astype(self.config.dtype)
+        lora = self.config.lora
+        if lora is not None and self.name in lora.targets:
+            outputs += self._adapted(inputs, lora)
+        return outputs
+
+    def _adapted(self, inputs: jax.Array, lora: Lora) -> jax.Array:
+        """alpha / rank * (inputs A) B, through `rank` numbers a token."""
+        c, (given, kernel, made) = self.config, re.split(r",|->", self.equation)
+        count = sum(letter in given for letter in kernel)  # axes of the kernel that are summed over
+        inner, outer = kernel[:count], kernel[count:]
+        stored = at_least_float32(c.param_dtype)
+
+        def factor(name: str, init: Initializer, shape: Sequence[int], axes: Sequence[str]) -> Any:
+            placed: Initializer = nn.with_logical_partitioning(init, tuple(axes))
+            return self.param(name, placed, tuple(shape), stored).astype(c.dtype)
+
+        shape, axes = tuple(self.shape), tuple(self.axes)
+        bound = 1 / math.sqrt(math.prod(shape[:count]))  # as PEFT begins
+        first = factor(
+            "lora_a", centered_uniform(bound), (*shape[:count], lora.rank), (*axes[:count], "rank")
         )
-        bias = self.param("bias", zeros, tuple(self.shape[1:]), self.config.param_dtype)
-        return outputs + bias.astype(self.config.dtype)
+        second = factor(
+            "lora_b",
+            nn.initializers.zeros,
+            (lora.rank, *shape[count:]),
+            ("rank", *axes[count:]),
+        )
+        narrow = "".join(letter for letter in given if letter not in inner) + "R"
+        low = jnp.einsum(f"{given},{inner}R->{narrow}", inputs, first)
+        return jnp.einsum(f"{narrow},R{outer}->{made}", low, second) * lora.scale
 
 
 class RMSNorm(nn.Module):

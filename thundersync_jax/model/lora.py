@@ -1,0 +1,57 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685): a kernel W becomes W + alpha / rank * A B.
+
+`layers.Einsum` declares A and B beside its kernel and adds (x A) B to x W, in the learner as in the
+engine: both run one arithmetic, and an update too small for W's bfloat16 is not lost. B begins at
+zero, so that a new policy is its base. A lies as the inputs of its kernel, B as the outputs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+
+import jax
+import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from thundersync_jax.config_lora import LoraSection
+from thundersync_jax.model.layers import at_least_float32
+from thundersync_jax.model.presets import Lora, ModelError, TransformerConfig
+from thundersync_jax.model.transformer import Params, logical_axes
+
+
+def with_adapters(config: TransformerConfig, section: LoraSection) -> TransformerConfig:
+    """The model with the adapters that a configuration asks for, if any. Its base is stored in the
+    dtype that it computes in, for no step changes it.
+
+    Raises:
+      ModelError: a target is no projection of the model; names those that are.
+    """
+    if not section.rank:
+        return config
+    paths = flatten_dict(logical_axes(config))
+    projections = sorted(path[-2] for path in paths if path[-1] == "kernel")
+    unknown = [name for name in section.targets if name not in projections]
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], projections, n=1, cutoff=0.0)[0]
+        raise ModelError(
+            f"model.lora.targets = {section.targets}: {', '.join(map(repr, unknown))} of the model "
+            f"is no projection. Did you mean {near!r}? There are: {', '.join(projections)}"
+        )
+    lora = Lora(rank=section.rank, alpha=section.alpha, targets=section.targets)
+    return dataclasses.replace(config, lora=lora, param_dtype=config.dtype)
+
+
+def merged(config: TransformerConfig, params: Params) -> tuple[TransformerConfig, Params]:
+    """The same policy without adapters, in at least float32."""
+    lora = config.lora
+    if lora is None:
+        return config, params
+    wide = at_least_float32(config.param_dtype)
+    flat = {path: x.astype(wide) for path, x in flatten_dict(params).items()}
+    for *path, _ in [path for path in flat if path[-1] == "lora_a"]:
+        first, second = flat.pop((*path, "lora_a")), flat.pop((*path, "lora_b"))
+        products = jax.vmap(lambda a, b: jnp.tensordot(a, b, axes=1))(first, second)  # of layers
+        flat[*path, "kernel"] += lora.scale * products
+    plain = dataclasses.replace(config, lora=None, param_dtype=jnp.dtype(wide).name)
+    return plain, unflatten_dict(flat)
