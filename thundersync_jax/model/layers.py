@@ -21,6 +21,9 @@ from thundersync_jax.model.presets import LinearRopeScaling, Lora, TransformerCo
 
 Initializer = Callable[..., Any]
 
+# Of a projection, beside its kernel: a module, so that the kernel is drawn as without it.
+ADAPTER = "lora"
+
 
 def at_least_float32(dtype: Any) -> Any:
     """The dtype of norms, softmax and logits: never below float32, float64 where the model is."""
@@ -69,34 +72,46 @@ class Einsum(nn.Module):
             outputs += bias.astype(self.config.dtype)
         lora = self.config.lora
         if lora is not None and self.name in lora.targets:
-            outputs += self._adapted(inputs, lora)
+            outputs += LowRank(
+                self.config, lora, self.equation, self.shape, self.axes, name=ADAPTER
+            )(inputs)
         return outputs
 
-    def _adapted(self, inputs: jax.Array, lora: Lora) -> jax.Array:
-        """alpha / rank * (inputs A) B, through `rank` numbers a token."""
-        c, (given, kernel, made) = self.config, re.split(r",|->", self.equation)
-        count = sum(letter in given for letter in kernel)  # axes of the kernel that are summed over
-        inner, outer = kernel[:count], kernel[count:]
-        stored = at_least_float32(c.param_dtype)
 
-        def factor(name: str, init: Initializer, shape: Sequence[int], axes: Sequence[str]) -> Any:
-            placed: Initializer = nn.with_logical_partitioning(init, tuple(axes))
-            return self.param(name, placed, tuple(shape), stored).astype(c.dtype)
+class LowRank(nn.Module):
+    """alpha / rank * (inputs A) B: what an adapter adds to a projection, through `rank` numbers a
+    token. Arguments as of the projection.
+    """
 
+    config: TransformerConfig
+    lora: Lora
+    equation: str
+    shape: Sequence[int]
+    axes: Sequence[str]
+
+    @nn.compact
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        given, kernel, made = re.split(r",|->", self.equation)
+        inner = [letter for letter in kernel if letter in given]  # summed over, first in the kernel
+        count, rank = len(inner), self.lora.rank
         shape, axes = tuple(self.shape), tuple(self.axes)
-        bound = 1 / math.sqrt(math.prod(shape[:count]))  # as PEFT begins
-        first = factor(
-            "lora_a", centered_uniform(bound), (*shape[:count], lora.rank), (*axes[:count], "rank")
+        bound = 1 / math.sqrt(math.prod(shape[:count]))  # PEFT begins so
+        first = self._factor(
+            "a", centered_uniform(bound), (*shape[:count], rank), (*axes[:count], "rank")
         )
-        second = factor(
-            "lora_b",
-            nn.initializers.zeros,
-            (lora.rank, *shape[count:]),
-            ("rank", *axes[count:]),
+        second = self._factor(
+            "b", nn.initializers.zeros, (rank, *shape[count:]), ("rank", *axes[count:])
         )
         narrow = "".join(letter for letter in given if letter not in inner) + "R"
-        low = jnp.einsum(f"{given},{inner}R->{narrow}", inputs, first)
-        return jnp.einsum(f"{narrow},R{outer}->{made}", low, second) * lora.scale
+        low = jnp.einsum(f"{given},{kernel[:count]}R->{narrow}", inputs, first)
+        return jnp.einsum(f"{narrow},R{kernel[count:]}->{made}", low, second) * self.lora.scale
+
+    def _factor(
+        self, name: str, init: Initializer, shape: tuple[int, ...], axes: tuple[str, ...]
+    ) -> jax.Array:
+        placed: Initializer = nn.with_logical_partitioning(init, axes)
+        stored = at_least_float32(self.config.param_dtype)
+        return self.param(name, placed, shape, stored).astype(self.config.dtype)
 
 
 class RMSNorm(nn.Module):

@@ -1,6 +1,6 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685): a kernel W becomes W + alpha / rank * A B.
 
-`layers.Einsum` declares A and B beside its kernel and adds (x A) B to x W, in the learner as in the
+`layers.LowRank` declares A and B beside a kernel and adds (x A) B to x W, in the learner as in the
 engine: both run one arithmetic, and an update too small for W's bfloat16 is not lost. B begins at
 zero, so that a new policy is its base. A lies as the inputs of its kernel, B as the outputs.
 """
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from thundersync_jax.config_lora import LoraSection
-from thundersync_jax.model.layers import at_least_float32
+from thundersync_jax.model.layers import ADAPTER, at_least_float32
 from thundersync_jax.model.presets import Lora, ModelError, TransformerConfig
 from thundersync_jax.model.transformer import Params, logical_axes
 
@@ -49,8 +49,8 @@ def merged(config: TransformerConfig, params: Params) -> tuple[TransformerConfig
         return config, params
     wide = at_least_float32(config.param_dtype)
     flat = {path: x.astype(wide) for path, x in flatten_dict(params).items()}
-    for *path, _ in [path for path in flat if path[-1] == "lora_a"]:
-        first, second = flat.pop((*path, "lora_a")), flat.pop((*path, "lora_b"))
+    for *path, _, _ in [path for path in flat if path[-2:] == (ADAPTER, "a")]:
+        first, second = flat.pop((*path, ADAPTER, "a")), flat.pop((*path, ADAPTER, "b"))
         products = jax.vmap(lambda a, b: jnp.tensordot(a, b, axes=1))(first, second)  # of layers
         flat[*path, "kernel"] += lora.scale * products
     plain = dataclasses.replace(config, lora=None, param_dtype=jnp.dtype(wide).name)

@@ -17,11 +17,10 @@ import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from thundersync_jax.model.layers import ADAPTER
 from thundersync_jax.model.presets import TransformerConfig
 
 Tree = Any  # nested dicts, as the parameters are
-
-ADAPTERS = ("lora_a", "lora_b")  # leaves of a projection, beside its kernel
 
 
 def partition(config: TransformerConfig, tree: Tree) -> tuple[Tree, Tree]:
@@ -29,8 +28,8 @@ def partition(config: TransformerConfig, tree: Tree) -> tuple[Tree, Tree]:
     if config.lora is None:
         return tree, {}
     flat = flatten_dict(tree)
-    trainable = {path: leaf for path, leaf in flat.items() if path[-1] in ADAPTERS}
-    frozen = {path: leaf for path, leaf in flat.items() if path[-1] not in ADAPTERS}
+    trainable = {path: leaf for path, leaf in flat.items() if ADAPTER in path}
+    frozen = {path: leaf for path, leaf in flat.items() if ADAPTER not in path}
     return unflatten_dict(trainable), unflatten_dict(frozen)
 
 
