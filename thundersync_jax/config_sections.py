@@ -115,13 +115,17 @@ class ModelSection:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerSection:
-    """AdamW with global-norm clipping and a warm-up, constant or cosine schedule.
+    """AdamW or Adafactor with global-norm clipping and a warm-up, constant or cosine schedule.
 
     Attributes:
+      name: "adamw", or "adafactor": no first moments, and second moments as rows and columns of
+        kernels of at least 128 x 128.
+      b1, b2, eps: of AdamW alone.
       decay_steps: of a cosine, from the first step on, the warm-up's included. It does not follow
         run.num_steps, which a resume may raise.
     """
 
+    name: str = "adamw"
     learning_rate: float = 5e-4
     schedule: str = "constant"
     warmup_steps: int = 0
@@ -133,6 +137,11 @@ class OptimizerSection:
     clip_norm: float = 0.5
 
     def __post_init__(self) -> None:
+        check_choice("optimizer.name", self.name, ("adamw", "adafactor"))
+        for key in ("b1", "b2", "eps") if self.name == "adafactor" else ():
+            value, default = getattr(self, key), getattr(OptimizerSection, key)
+            expected = f"the default {default}, for optimizer.name = 'adafactor' reads none"
+            check(value == default, f"optimizer.{key}", value, expected)
         for key in ("learning_rate", "eps"):
             value = getattr(self, key)
             check(0 < value < math.inf, f"optimizer.{key}", value, "a finite number above 0")

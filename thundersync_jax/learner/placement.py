@@ -135,9 +135,13 @@ class Placement:
 
     def _opt_state(self, optimizer: optax.GradientTransformation) -> Any:
         """Moments lie where their parameters' master copies lie; counters everywhere."""
+
+        def moment(leaf: Any, master: Any) -> jax.ShapeDtypeStruct:
+            return self._struct(leaf, _moment_spec(leaf.shape, master))
+
         return optax.tree.map_params(
             optimizer,
-            lambda leaf, master: self._struct(leaf, master.sharding.spec),
+            moment,
             jax.eval_shape(optimizer.init, self.master),
             self.master,
             transform_non_params=lambda leaf: self._struct(leaf, PartitionSpec()),
@@ -178,6 +182,17 @@ class Placement:
     def _struct(self, like: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
         placed = NamedSharding(self.mesh, spec)
         return jax.ShapeDtypeStruct(np.shape(like), like.dtype, sharding=placed)
+
+
+def _moment_spec(shape: tuple[int, ...], master: Any) -> PartitionSpec:
+    """Of a moment of the master's shape, or of the mean of such along an axis."""
+    spec = tuple(master.sharding.spec)
+    if shape == master.shape:
+        return PartitionSpec(*spec)
+    for axis in range(len(spec)):
+        if shape == master.shape[:axis] + master.shape[axis + 1 :]:
+            return PartitionSpec(*spec[:axis], *spec[axis + 1 :])
+    return PartitionSpec()
 
 
 def device_bytes(abstract: Any) -> int:

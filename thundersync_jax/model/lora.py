@@ -12,7 +12,7 @@ import difflib
 
 import jax
 import jax.numpy as jnp
-from flax.traverse_util import flatten_dict, unflatten_dict
+from flax.traverse_util import flatten_dict
 
 from thundersync_jax.config_lora import LoraSection
 from thundersync_jax.model.layers import ADAPTER, at_least_float32
@@ -42,16 +42,16 @@ def with_adapters(config: TransformerConfig, section: LoraSection) -> Transforme
     return dataclasses.replace(config, lora=lora, param_dtype=config.dtype)
 
 
-def merged(config: TransformerConfig, params: Params) -> tuple[TransformerConfig, Params]:
-    """The same policy without adapters, in at least float32."""
-    lora = config.lora
-    if lora is None:
-        return config, params
-    wide = at_least_float32(config.param_dtype)
-    flat = {path: x.astype(wide) for path, x in flatten_dict(params).items()}
-    for *path, _, _ in [path for path in flat if path[-2:] == (ADAPTER, "a")]:
-        first, second = flat.pop((*path, ADAPTER, "a")), flat.pop((*path, ADAPTER, "b"))
-        products = jax.vmap(lambda a, b: jnp.tensordot(a, b, axes=1))(first, second)  # of layers
-        flat[*path, "kernel"] += lora.scale * products
-    plain = dataclasses.replace(config, lora=None, param_dtype=jnp.dtype(wide).name)
-    return plain, unflatten_dict(flat)
+def merged_kernel(config: TransformerConfig, projection: Params, layer: int) -> jax.Array:
+    """W + alpha / rank * A B of one layer, in at least float32; W itself without an adapter.
+
+    Args:
+      projection: its parameters, with a leading axis of layers.
+    """
+    kernel = projection["kernel"][layer]
+    if config.lora is None or ADAPTER not in projection:
+        return kernel
+    wide = at_least_float32(kernel.dtype)
+    factors = projection[ADAPTER]
+    first, second = (factors[name][layer].astype(wide) for name in ("a", "b"))
+    return kernel.astype(wide) + config.lora.scale * jnp.tensordot(first, second, axes=1)
