@@ -7,6 +7,7 @@ calls `check_objective`; `advantages_of` is asked again whenever a group closes.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 from collections.abc import Iterator
 
@@ -30,10 +31,23 @@ from thundersync_jax.losses.score_check import NEVER_BY_TURNS, check_score, chec
 _SIZES = range(1, 17)  # of a group, or of a step
 _NUM_WEIGHED = 18  # tokens whose weights must not change as they grow in number
 _RELATIVE = 1e-9  # of the greatest advantage: float64 leaves 1e-15 of rewards near 1
+_passed = set[Objective]()
 
 
 def check_objective(objective: Objective) -> None:
-    """Raises ObjectiveError, whatever the objective's own functions raise or return."""
+    """Raises ObjectiveError, whatever the objective's own functions raise or return.
+
+    What passed once is not tried again. Objectives are equal where their functions are.
+    """
+    with contextlib.suppress(TypeError):  # a user's function need not be hashable
+        if objective in _passed:
+            return
+    _try(objective)
+    with contextlib.suppress(TypeError):
+        _passed.add(objective)
+
+
+def _try(objective: Objective) -> None:
     try:
         _check_types(objective)
         _check_declaration(objective)
