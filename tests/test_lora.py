@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,6 +20,8 @@ from thundersync_jax.benchmarks.exactness import OBJECTIVES
 from thundersync_jax.config_learner import LearnerSection
 from thundersync_jax.config_lora import LoraSection
 from thundersync_jax.config_sections import OptimizerSection
+from thundersync_jax.errors import ConfigError
+from thundersync_jax.learner.checkpoint import Checkpointer, CheckpointError, RunPosition
 from thundersync_jax.learner.learner import Learner
 from thundersync_jax.model.lora import with_adapters
 from thundersync_jax.model.presets import ModelError, TransformerConfig
@@ -55,7 +58,7 @@ def matrices(flat: dict[Any, Any], at: tuple[str, ...], layer: int) -> tuple[Any
     return first.reshape(-1, first.shape[-1]), second.reshape(second.shape[0], -1)
 
 
-def merged(params: Any) -> Any:
+def merged(params: Any, scale: float = SCALE) -> Any:
     """The tree without adapters, by matrix products in numpy."""
     flat = flatten_dict(jax.device_get(params))
     found = {path: x for path, x in flat.items() if "lora" not in path}
@@ -63,12 +66,12 @@ def merged(params: Any) -> Any:
         kernel = np.array(flat[*at, "kernel"], copy=True)
         for layer in range(len(kernel)):
             first, second = matrices(flat, at, layer)
-            kernel[layer] += SCALE * (first @ second).reshape(kernel.shape[1:])
+            kernel[layer] += scale * (first @ second).reshape(kernel.shape[1:])
         found[*at, "kernel"] = kernel
     return unflatten_dict(found)
 
 
-def chained(params: Any, gradient: Any) -> Any:
+def chained(params: Any, gradient: Any, scale: float = SCALE) -> Any:
     """The adapters' gradient of one in merged kernels W: dA = s dW B^T and dB = s A^T dW."""
     flat, kernels = flatten_dict(jax.device_get(params)), flatten_dict(gradient)
     found: dict[Any, Any] = {}
@@ -78,17 +81,20 @@ def chained(params: Any, gradient: Any) -> Any:
             first, second = matrices(flat, at, layer)
             slope = np.asarray(kernels[*at, "kernel"][layer], np.float64)
             slope = slope.reshape(first.shape[0], second.shape[1])
-            parts["a"].append(SCALE * slope @ second.T)
-            parts["b"].append(SCALE * first.T @ slope)
+            parts["a"].append(scale * slope @ second.T)
+            parts["b"].append(scale * first.T @ slope)
         for name, values in parts.items():
             like = flat[*at, "lora", name]
             found[*at, "lora", name] = np.stack(values).reshape(like.shape)
     return unflatten_dict(found)
 
 
-def wanted(dtype: str, params: Any, cases: list[lc.Case], config: LearnerSection) -> Any:
+def wanted(
+    dtype: str, params: Any, cases: list[lc.Case], config: LearnerSection, scale: float = SCALE
+) -> Any:
     """The oracle on the merged model, without adapters, and the chain rule by hand."""
-    return chained(params, lc.reference(lc.tiny(dtype), merged(params), cases, config))
+    plain = lc.reference(lc.tiny(dtype), merged(params, scale), cases, config)
+    return chained(params, plain, scale)
 
 
 def learner_of(model: TransformerConfig, params: Any, **changes: Any) -> Learner:
@@ -213,3 +219,138 @@ def test_exact_sums_of_adapters_have_the_same_bits_in_every_order_and_the_base_s
     jax.tree.map(np.testing.assert_array_equal, frozen, base)
     moved = jax.tree.map(lambda a, b: np.any(a != b), trainable, start.params)
     assert all(jax.tree.leaves(moved))
+
+
+def test_hundreds_of_groups_are_open_in_the_memory_of_adapters():
+    """Every group streams into a pair of its own; pairs and sums have the adapters' size."""
+    num_groups, model = 200, adapted(section=LoraSection(rank=1, targets=("value",)))
+    options: dict[str, Any] = {"buckets": (16,), "tokens_per_step": 16, "held_gradients": 0}
+    learner = learner_of(model, trained(model), **options, pool_size=num_groups)
+    trainable, frozen = partition(model, learner.params)
+    num_bytes = 4 * sum(x.size for x in jax.tree.leaves(trainable))
+    parts = learner.memory.parts
+    assert parts["batch sum"] == num_bytes and parts["pairs"] == 2 * num_groups * num_bytes
+    assert parts["frozen parameters"] == 4 * sum(x.size for x in jax.tree.leaves(frozen))
+
+    rng = np.random.default_rng(0)
+    cases = [
+        lc.Case(
+            prompt=(1, 2),
+            trajectories=tuple(lc.random_tokens(rng, 2) for _ in range(2)),
+            rewards=(1.0, 0.0),
+        )
+        for _ in range(num_groups)
+    ]
+    groups = [learner.open_group(str(n), case.prompt, 2) for n, case in enumerate(cases)]
+    for index in range(2):
+        for group, case in zip(groups, cases, strict=True):
+            learner.add_trajectory(group, index, case.trajectories[index])
+            learner.set_reward(group, index, case.rewards[index])
+        learner.work()
+    want = wanted("float32", learner.params, cases, LearnerSection(), scale=32.0)
+    assert lc.rel_l2(learner.gradient(), want) <= 1e-5
+    assert learner.update().paths["stream"] >= num_groups
+
+
+def test_no_gradient_of_a_frozen_kernel_is_computed():
+    """A backward pass for inputs alone: two thirds of the operations of one for kernels too."""
+    model = dataclasses.replace(lc.tiny(), embed_dim=128, mlp_dim=512, num_layers=4)
+    tokens = np.zeros((1, 64), np.int32)
+
+    def flops(section: LoraSection) -> float:
+        config = with_adapters(model, section)
+
+        def gradient(params: Any) -> Any:
+            hidden, pull_back = parameter_vjp(
+                config, lambda params: forward(config, params, tokens, tokens), params
+            )
+            return pull_back(hidden)
+
+        params = jax.eval_shape(lambda: lc.init_params(config, 0))
+        costs = jax.jit(gradient).lower(params).compile().cost_analysis()
+        return costs["flops"]
+
+    share = flops(LoraSection(rank=1)) / flops(LoraSection())
+    assert 0.6 < share < 0.75
+
+
+def test_a_checkpoint_holds_the_adapters_and_refuses_another_base(tmp_path: Path):
+    model = adapted()
+    learner, other = (
+        learner_of(model, lc.init_params(model, seed), buckets=(LENGTH,), held_gradients=0)
+        for seed in (0, 1)
+    )
+    run_steps(learner, [None])
+    checkpoints = Checkpointer(tmp_path, keep_last=1)
+    checkpoints.save(learner.state, RunPosition(num_steps=1), reward=0.0)
+    frozen_bytes = learner.memory.parts["frozen parameters"]
+    assert sum(f.stat().st_size for f in tmp_path.rglob("*") if f.is_file()) < frozen_bytes
+    with pytest.raises(
+        CheckpointError, match=r"adapters of step 1.*fingerprint.*base that the run"
+    ):
+        checkpoints.restore(other.state, 1)
+    state, _ = checkpoints.restore(learner.state, 1)
+    want = jax.device_get(learner.params)
+    learner.load(state)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(learner.params), want)
+    checkpoints.close()
+    checkpoints = Checkpointer(tmp_path, keep_last=1)
+    with pytest.raises(CheckpointError, match="and these are none"):
+        checkpoints.restore_policy(learner.state.params, 1)
+    checkpoints.close()
+
+
+def test_a_fingerprint_sees_every_bit_and_every_place():
+    tree = {"a": {"kernel": np.arange(6, dtype=np.float32).reshape(2, 3)}, "b": np.ones(3)}
+    tree = jax.tree.map(jax.numpy.asarray, tree)
+    flipped = {**tree, "b": tree["b"].at[1].set(np.nextafter(np.float32(1), np.float32(2)))}
+    turned = {**tree, "a": {"kernel": tree["a"]["kernel"][:, ::-1]}}
+    renamed = {"a": tree["a"], "c": tree["b"]}
+    found = {fingerprint(t) for t in (tree, flipped, turned, renamed)}
+    assert len(found) == 4 and fingerprint(tree) in found
+    assert fingerprint({}) == ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"targets": ("query", "q_proj")}, r"'q_proj' .* is no projection.*There are: down, gate"),
+        ({"targets": ("embedding",)}, "Did you mean 'query'|There are: down, gate, key, output"),
+    ],
+)
+def test_targets_that_match_nothing_are_refused_with_what_exists(changes: dict, message: str):
+    with pytest.raises(ModelError, match=message):
+        adapted(section=LoraSection(rank=1, **changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rank": -1}, r"model.lora.rank = -1: expected 0"),
+        ({"alpha": 0.0}, r"model.lora.alpha = 0.0: expected a finite number above 0"),
+        ({"targets": ()}, r"model.lora.targets = \(\): expected at least one"),
+        ({"targets": ("up", "up")}, "each once"),
+    ],
+)
+def test_sections_that_cannot_be_are_refused(changes: dict, message: str):
+    with pytest.raises(ConfigError, match=message):
+        LoraSection(**changes)
+
+
+def test_bfloat16_adapters_have_float32_masters_and_a_base_without_one():
+    model = adapted("bfloat16")
+    learner = learner_of(model, lc.init_params(model, 0), buckets=(LENGTH,), held_gradients=0)
+    run_steps(learner, [None])
+    for tree, dtype in ((learner.params, "bfloat16"), (learner.state.params, "float32")):
+        assert {x.dtype.name for x in jax.tree.leaves(tree)} == {dtype}
+    trainable, frozen = partition(model, learner.params)
+    jax.tree.map(
+        lambda x, master: np.testing.assert_array_equal(x, master.astype(x.dtype)),
+        trainable,
+        learner.state.params,
+    )
+    assert {
+        x.dtype.name for x in jax.tree.leaves(partition(model, lc.init_params(model, 0))[1])
+    } == {"bfloat16"}
+    sizes = learner.memory.parts
+    assert sizes["frozen parameters"] == 2 * sum(x.size for x in jax.tree.leaves(frozen))

@@ -64,9 +64,7 @@ def find_frozen_policy(
     _check_roles(config, objective)
     if config.reference.policy == INITIAL:
         _check_start(workdir)
-        return FrozenPolicy(
-            key="reference.policy", model=model, source=None, seed=config.run.seed
-        )
+        return FrozenPolicy(key="reference.policy", model=model, source=None, seed=config.run.seed)
     name = config.opd.teacher or config.reference.policy
     if not name:
         return None

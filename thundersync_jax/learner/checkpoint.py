@@ -117,9 +117,7 @@ class Checkpointer:
         self._check_base(num_steps, base, like.base)
         return state, position
 
-    def restore_policy(
-        self, like: Params, num_steps: int, *, base: str = ""
-    ) -> tuple[Params, int]:
+    def restore_policy(self, like: Params, num_steps: int, *, base: str = "") -> tuple[Params, int]:
         """Reads the parameters alone, into the shapes and shardings of `like`, and their version.
 
         Args:
@@ -167,4 +165,3 @@ class Checkpointer:
 
     def close(self) -> None:
         self._manager.close()
-

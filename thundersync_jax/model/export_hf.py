@@ -100,7 +100,10 @@ def _arrays(
         if name in wanted:
             array, own = at_path(params, tensor.path), at_path(axes, tensor.path)
             if layer is not None and tensor.path[-1] == "kernel":
-                array, own = merged_kernel(config, at_path(params, tensor.path[:-1]), layer), own[1:]
+                array, own = (
+                    merged_kernel(config, at_path(params, tensor.path[:-1]), layer),
+                    own[1:],
+                )
             elif layer is not None:
                 array, own = array[layer], own[1:]
             yield name, as_in_file(np.asarray(jax.device_get(array)), own, tensor)

@@ -47,9 +47,8 @@ def residual_scale(config: TransformerConfig) -> float:
 
 
 class Einsum(nn.Module):
-    """One projection: an einsum with a kernel of shape `shape`, whose logical axes are `axes`, those
-    of the inputs first; with a bias over all of them but the first, and an adapter where
-    `config.lora` targets its name.
+    """One projection: an einsum with a kernel of shape `shape`, whose logical axes are `axes`; with
+    a bias over all of them but the first, and an adapter where `config.lora` targets its name.
     """
 
     config: TransformerConfig
