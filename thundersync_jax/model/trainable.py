@@ -8,7 +8,6 @@ is the whole tree, and the other is empty.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from collections.abc import Callable
 from typing import Any
@@ -54,7 +53,8 @@ def parameter_vjp(
     def of_trainable(trainable: Tree, *inputs: Any) -> Any:
         return function(join(trainable, frozen), *inputs)
 
-    return jax.vjp(of_trainable, trainable, *inputs, has_aux=has_aux)
+    vjp: Any = jax.vjp  # an overload for each has_aux
+    return vjp(of_trainable, trainable, *inputs, has_aux=has_aux)
 
 
 def fingerprint(params: Tree) -> str:
@@ -67,7 +67,7 @@ def fingerprint(params: Tree) -> str:
     return hashlib.sha256("\n".join(text).encode()).hexdigest()[:16]
 
 
-@functools.partial(jax.jit)
+@jax.jit
 def _checksums(flat: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """Of every array, sums of its bits modulo 2**32, each weighted by its place."""
 
