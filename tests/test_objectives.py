@@ -22,6 +22,7 @@ from thundersync_jax.losses.normalizers import Counts, Kind, Normalizer
 from thundersync_jax.losses.objective import (
     Objective,
     Streams,
+    Term,
     Tokens,
     lane_sums,
     term_weights,
@@ -342,6 +343,43 @@ REFUSED = {
     ),
     "a term by name": ({"terms": ("kl",)}, "terms = 'kl', expected a Term"),
     "not finite at 0": ({"score": lambda t: jnp.sqrt(t.logprobs)}, "gradient .* is not finite"),
+    "reads its lane": (
+        {"score": lambda t: jnp.exp(t.logprobs.sum() / t.action_mask.sum()) * t.action_mask},
+        "shares a lane .* read its own trajectory alone",
+    ),
+    "reads padding": (
+        {"score": lambda t: t.logprobs * (1 + jnp.mean(t.logprobs))},
+        "a trajectory of 6 tokens .* and 3 positions of padding",
+    ),
+    "counts turns": (
+        {"score": lambda t: 0.5 ** jnp.cumsum(jnp.diff(t.action_mask, prepend=False)) * t.logprobs},
+        "a trajectory of 5 tokens .* shares a lane",
+    ),
+    "a term that reads its lane": (
+        {
+            "terms": (
+                Term(
+                    name="spread",
+                    value=lambda t: jnp.square(t.logprobs - t.logprobs.mean()),
+                    coefficient=1.0,
+                ),
+            )
+        },
+        "shares a lane",
+    ),
+    "an entropy that reads its lane": (
+        {
+            "terms": (
+                Term(
+                    name="mean",
+                    value=lambda t: t.entropy.mean() * t.entropy,
+                    coefficient=1.0,
+                    needs_entropy=True,
+                ),
+            )
+        },
+        "shares a lane",
+    ),
     "advantages of another length": (
         {"advantages": lambda r: r[:-1]},
         "expected one finite number each",

@@ -20,7 +20,6 @@ from thundersync_jax.config import RunConfig
 from thundersync_jax.config_sampling import SamplingSection
 from thundersync_jax.config_sections import EnvSection
 from thundersync_jax.envs.base import EnvironmentSuite
-from thundersync_jax.envs.data import load_tasks
 from thundersync_jax.errors import ConfigError, check
 from thundersync_jax.factory import call_factory, import_factory
 from thundersync_jax.frozen_policy import FrozenPolicy, check_weights, find_frozen_policy
@@ -243,6 +242,8 @@ def load_split(
     data = config.data
     try:
         if data.builder:
+            from thundersync_jax.envs.data import load_tasks
+
             return load_tasks(
                 data.builder, options=data.options, split=split, data_dir=workdir.data
             )

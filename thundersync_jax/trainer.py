@@ -20,7 +20,7 @@ from thundersync_jax.coordinator.coordinator import Coordinator, StepAbandoned
 from thundersync_jax.coordinator.decode_priority import DecodePriority
 from thundersync_jax.coordinator.journal import Journal
 from thundersync_jax.coordinator.step_run import StepResult
-from thundersync_jax.envs.data import TaskCursor
+from thundersync_jax.envs.task_cursor import TaskCursor
 from thundersync_jax.errors import UserError
 from thundersync_jax.frozen_policy import load_weights
 from thundersync_jax.learner.checkpoint import Checkpointer, RunPosition
