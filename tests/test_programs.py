@@ -59,11 +59,18 @@ def check_on_tpu(found: dict[str, Any], model: str) -> None:
         assert report["total_bytes"] < V5E_BYTES, name
 
 
-@pytest.mark.parametrize("reduction", ["ordered", pytest.param("exact", marks=pytest.mark.slow)])
-def test_replicas_do_not_communicate_before_the_update(reduction: str):
+@pytest.mark.parametrize(
+    ("model", "reduction"),
+    [
+        ("tiny", "ordered"),
+        pytest.param("tiny", "exact", marks=pytest.mark.slow),
+        pytest.param("tiny+2", "ordered", marks=pytest.mark.slow),
+    ],
+)
+def test_replicas_do_not_communicate_before_the_update(model: str, reduction: str):
     flags = "--xla_force_host_platform_device_count=8"
     environment = {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    check(compiled(environment, "tiny", reduction, "32", "16", "2", "2", "2"))
+    check(compiled(environment, model, reduction, "32", "16", "2", "2", "2"))
 
 
 @needs_libtpu

@@ -32,7 +32,7 @@ class WeightStore:
 
     def __init__(self, config: TransformerConfig, mesh: Mesh) -> None:
         self._dtype = jnp.dtype(config.dtype)
-        self._dtypes = {self._dtype, jnp.dtype(config.param_dtype)}
+        self._stored = transformer.abstract_params(config)
         self._weights = place_weights(mesh, config)
         self._copy: Any = None
         self._current: Weights | None = None
@@ -92,12 +92,13 @@ class WeightStore:
                 f"published parameters have the structure {got_tree}, expected {want_tree}: were "
                 "they made for another configuration?"
             )
-        for (path, want), got in zip(
+        for (path, want), stored, got in zip(
             jax.tree_util.tree_leaves_with_path(self._weights),
+            jax.tree.leaves(self._stored),
             jax.tree.leaves(params),
             strict=True,
         ):
-            if got.shape != want.shape or got.dtype not in self._dtypes:
+            if got.shape != want.shape or got.dtype not in (want.dtype, stored.dtype):
                 raise ServingError(
                     f"published parameter {jax.tree_util.keystr(path)} is {got.dtype}{got.shape}, "
                     f"expected {want.dtype}{want.shape}"
