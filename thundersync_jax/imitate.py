@@ -56,8 +56,7 @@ def main(argv: Sequence[str]) -> int:
 def imitate(config: RunConfig, workdir: WorkDirectory) -> None:
     """Trains from the seed's parameters to `run.num_steps`, unless a checkpoint is there."""
     from thundersync_jax.learner.checkpoint import Checkpointer, RunPosition
-    from thundersync_jax.rollout.chat import word_tokenizer
-    from thundersync_jax.runtime import load_split, load_suite, make_model
+    from thundersync_jax.runtime import load_renderer, load_split, load_suite, make_model
 
     suite = load_suite(config.env)
     demonstrate = getattr(suite, "demonstration", None)
@@ -66,7 +65,13 @@ def imitate(config: RunConfig, workdir: WorkDirectory) -> None:
             f"{config.env.factory} has no demonstrations: its suite needs a method "
             "demonstration(task, seed), see envs/file_probe.py"
         )
-    tokenizer = word_tokenizer(suite.vocabulary)
+    if config.chat.tokenizer:
+        raise ConfigError(
+            f"config.chat.tokenizer = {config.chat.tokenizer!r}: expected '', for demonstrations "
+            "are in the words of the environment's vocabulary"
+        )
+    renderer = load_renderer(config, suite)
+    tokenizer = renderer.tokenizer
     checkpoints = Checkpointer(workdir.checkpoints, keep_last=config.checkpoint.keep_last)
     try:
         if checkpoints.latest() is not None:
@@ -79,7 +84,7 @@ def imitate(config: RunConfig, workdir: WorkDirectory) -> None:
             for number in range(size):
                 draw = step * size + number
                 task = tasks[draw % len(tasks)]
-                prompt = tokenizer.encode(suite.prompt(task))
+                prompt = renderer.prompt_ids(task)
                 demonstration = demonstrate(task, config.run.seed * 2**32 + draw)
                 _add(learner, task.task_id, prompt, _tokens_of(demonstration, tokenizer))
             report = learner.update()
