@@ -18,7 +18,7 @@ import datetime
 import json
 import traceback
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import jinja2
 from jinja2 import nodes, parser
@@ -96,7 +96,7 @@ class ChatTemplate:
 class _Generation(Extension):
     """{% generation %}: marks what an assistant said; here its body is rendered like any other."""
 
-    tags: ClassVar = {"generation"}
+    tags = {"generation"}  # noqa: RUF012  as jinja declares it
 
     def parse(self, parser: parser.Parser) -> list[nodes.Node]:
         next(parser.stream)
