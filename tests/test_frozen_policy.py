@@ -115,7 +115,9 @@ def test_a_policy_that_cannot_score_is_refused(key: str, other: Path, tmp_path: 
         named = {key.replace(".", "_"): str(path)}
         return find(configured(**named, options=options), workdir, words)
 
-    with pytest.raises(ConfigError, match=rf"{key} = .*nowhere'.*expected the work directory of a"):
+    with pytest.raises(
+        ConfigError, match=rf"{key} = .*nowhere'.*expected the work directory .*Name one, or"
+    ):
         found(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match=rf"{key} = .* is this run's own directory"):
         found(workdir)
@@ -143,7 +145,11 @@ def test_a_policy_that_cannot_score_is_refused(key: str, other: Path, tmp_path: 
         ),
         (
             {"reference_policy": "initial", "options": KL, "opd_ratio_cap": 2.0},
-            r"expected the default of opd\.ratio_cap, which is read with opd\.teacher alone",
+            r"opd\.teacher = '': expected the default of opd\.ratio_cap, which is read with a",
+        ),
+        (
+            {"opd_stream_turns": "always", "opd_num_caches": 3},
+            r"opd\.teacher = '': expected the default of opd\.stream_turns, opd\.num_caches, which",
         ),
     ],
 )

@@ -69,6 +69,13 @@ class RunConfig:
             "Add a longer bucket or shorten the context.",
         )
         check(
+            self.learner.reduction == "ordered" or self.model.dtype != "float64",
+            "learner.reduction",
+            self.learner.reduction,
+            "'ordered' with model.dtype = 'float64': exact sums are of float32 gradients",
+            "Or set model.dtype = 'float32' or 'bfloat16'.",
+        )
+        check(
             not self.opd.teacher or self.learner.reduction == "ordered",
             "learner.reduction",
             self.learner.reduction,

@@ -20,7 +20,6 @@ from thundersync_jax.config import RunConfig
 from thundersync_jax.config_sampling import SamplingSection
 from thundersync_jax.config_sections import EnvSection
 from thundersync_jax.envs.base import EnvironmentSuite
-from thundersync_jax.envs.data import load_tasks
 from thundersync_jax.errors import ConfigError, check
 from thundersync_jax.factory import call_factory, import_factory
 from thundersync_jax.frozen_policy import FrozenPolicy, check_weights, find_frozen_policy
@@ -109,17 +108,11 @@ async def build(
 ) -> Runtime:
     """Makes every part; raises ConfigError and the parts' own errors for what cannot work."""
     began_s = time.monotonic()
-    objective = make_objective(config.learner.objective, config.learner.objective_options)
-    if config.learner.stream_turns != "never":
-        check_turns(objective)
-    _check_step(config, objective)
     suite = load_suite(config.env)
     renderer = load_renderer(config, suite)
     tokenizer = renderer.tokenizer
     model = make_model(config, tokenizer)
-    frozen = find_frozen_policy(
-        config, objective=objective, model=model, tokenizer=tokenizer, workdir=workdir
-    )
+    frozen = check_learning(config, model, tokenizer, workdir)
     mesh = make_learner_mesh(config, model)
     train_tasks = load_split(config, suite, workdir, config.data.train_split)
     eval_tasks = (
@@ -152,6 +145,19 @@ async def build(
         scorer=scorer,
         sandboxes=sandboxes,
         began_s=began_s,
+    )
+
+
+def check_learning(
+    config: RunConfig, model: TransformerConfig, tokenizer: Tokenizer, workdir: WorkDirectory
+) -> FrozenPolicy | None:
+    """Raises ConfigError or ObjectiveError for what a run cannot learn; its frozen policy."""
+    objective = make_objective(config.learner.objective, config.learner.objective_options)
+    if config.learner.stream_turns != "never":
+        check_turns(objective)
+    _check_step(config, objective)
+    return find_frozen_policy(
+        config, objective=objective, model=model, tokenizer=tokenizer, workdir=workdir
     )
 
 
@@ -245,6 +251,8 @@ def load_split(
     data = config.data
     try:
         if data.builder:
+            from thundersync_jax.envs.data import load_tasks
+
             return load_tasks(
                 data.builder, options=data.options, split=split, data_dir=workdir.data
             )

@@ -21,6 +21,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,7 +29,7 @@ import numpy as np
 
 OBSERVATION_VERSION = -1
 
-MAX_REWARD = 1e30  # float32 sums of such weights stay finite
+MAX_REWARD = 1e15  # the norm of a gradient squares it: in float32 that is finite below 1e19
 
 
 class TrajectoryError(ValueError):
@@ -339,15 +340,18 @@ def check_reward(reward: float) -> float:
     """
     if isinstance(reward, bool) or not isinstance(reward, (int, float, np.integer, np.floating)):
         raise TrajectoryError(
-            f"a reward must be a finite number, got {reward!r} of type {type(reward).__name__}"
+            f"a reward must be a finite number, got {reprlib.repr(reward)} of type "
+            f"{type(reward).__name__}: return float(...) of it, or report a broken attempt as a "
+            "failure (a grader raises)"
         )
     try:
         value = float(reward)  # before it is compared: a float16 would round the limit to infinity
     except OverflowError:
-        value = math.inf
+        value = math.inf if reward > 0 else -math.inf
     if not -MAX_REWARD <= value <= MAX_REWARD:  # NaN compares with nothing
         raise TrajectoryError(
-            f"a reward must be finite and at most {MAX_REWARD:g} in size, got {reward!r}: report a "
-            "broken attempt as a failure, not as a number"
+            f"a reward must be finite and at most {MAX_REWARD:g} in size, got {value:g}: scale the "
+            "rewards down, and report a broken attempt as a failure, not as a number (a "
+            "grader raises)"
         )
     return value
