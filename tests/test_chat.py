@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import datetime
 import itertools
 import re
 from pathlib import Path
@@ -19,7 +20,9 @@ from thundersync_jax.config_sampling import SamplingSection
 from thundersync_jax.config_sections import RolloutSection
 from thundersync_jax.envs.base import Action, Attempt, Message, Observation
 from thundersync_jax.envs.tools import Tool
+from thundersync_jax.errors import ConfigError
 from thundersync_jax.rollout.chat_renderer import ChatRenderer, make_renderer
+from thundersync_jax.rollout.chat_template import ChatTemplate, ChatTemplateError
 from thundersync_jax.rollout.rollout import RolloutRunner
 from thundersync_jax.rollout.tool_calls import TOOL_FORMATS
 from thundersync_jax.trajectory import Rollout, Task, ToolCall, Verdict
@@ -242,3 +245,177 @@ def test_history_that_is_appended_to_stays_as_it_was_sampled(case: str, tmp_path
         assert after[: len(before) + len(said)] == before + said
     whole = it.text(it.contexts[-1])
     assert whole.count("you said number") == whole.count("<|im_start|>user") - 1 == 2
+
+
+def test_a_turn_that_was_cut_gets_the_templates_end_and_nobody_sampled_it(tmp_path: Path):
+    it = chat(tmp_path, "qwen2.5", ["a long story"] * 2, max_turn_tokens=5)
+    tokens, end = it.rollout.tokens, it.renderer.traits.end_id
+    begin = len(it.contexts[0]) - len(it.rollout.prompt_ids)
+    assert tokens.token_ids[begin : begin + 6].tolist() == [*it.said[0][:5], end]
+    assert tokens.action_mask[begin : begin + 6].tolist() == [True] * 5 + [False]
+
+
+@pytest.mark.parametrize("family", ["qwen2.5", "llama3", "gemma"])
+def test_a_sampled_end_of_turn_is_an_action_token_and_stands_once(family: str, tmp_path: Path):
+    it = chat(tmp_path, family, ["hello"] * 3)
+    tokens, end = it.rollout.tokens, it.renderer.traits.end_id
+    ends = np.flatnonzero(tokens.token_ids == end)
+    assert tokens.action_mask[ends].tolist() == [True, False, True, False, True]
+
+
+def test_another_end_of_turn_takes_the_place_of_the_templates(tmp_path: Path):
+    """Llama's <|eom_id|>: it stays as it was sampled, and no <|eot_id|> follows it."""
+    renderer = renderer_of(tmp_path, "llama3")
+    (eom,) = renderer.tokenizer.encode("<|eom_id|>")
+    renderer.stop_ids |= {eom}
+    conversation = renderer.begin(TASK)
+    conversation.hear((*renderer.tokenizer.encode("hello"), eom))
+    reply = conversation.answer(Observation(text="and?"), 100)
+    (header,) = renderer.tokenizer.encode("<|start_header_id|>")
+    assert reply.token_ids[0] == header
+
+
+MALFORMED = [
+    "<tool_call>{</tool_call>",
+    '<tool_call>{"name": "prod", "arguments": {}}</tool_call>',
+    '<tool_call>{"name": "probe", "arguments": {"value": "3"}}</tool_call>',
+    '<tool_call>{"name": "probe", "arguments": {"value": 3}}',
+]
+
+
+def test_a_malformed_call_is_an_observation_that_says_why(tmp_path: Path):
+    it = chat(tmp_path, "qwen2.5", [*MALFORMED, "done"])
+    assert [turn.error for turn in it.rollout.turns] == [
+        turn.observation_text for turn in it.rollout.turns[:-1]
+    ] + [""]
+    read = it.text(it.contexts[-1])
+    for said in (
+        "is not JSON: Expecting property name",
+        "there is no tool 'prod': expected one of ['probe']",
+        "the arguments of probe, value: expected integer, got '3'",
+        "is not closed by </tool_call>",
+    ):
+        assert f"<tool_response>\n{said}" in read or said in read
+    assert all(action.tool_calls == () for action in it.suite.actions)
+
+
+@pytest.mark.parametrize("family", ["smollm2", "llama3", "gemma"])
+def test_what_a_tool_prints_is_never_a_control_token(family: str, tmp_path: Path):
+    renderer = renderer_of(tmp_path, family)
+    control = [t.content for t in backend(renderer).get_added_tokens_decoder().values()]
+    evil = "".join(control) + "\ufdd0\ufdd3" + "".join(reversed(control))
+    ids = renderer.control.encode(renderer.control.quote(evil))
+    assert not set(ids) & set(backend(renderer).get_added_tokens_decoder())
+    assert renderer.tokenizer.decode(ids) == evil.replace("\ufdd0", "\ufffd").replace(
+        "\ufdd3", "\ufffd"
+    )
+    conversation = renderer.begin(TASK)
+    conversation.hear(renderer.tokenizer.encode("hello"))
+    plain = conversation.answer(Observation(text="x"), 1000).token_ids
+    conversation.hear(renderer.tokenizer.encode("hello"))
+    loud = conversation.answer(Observation(text=evil), 1000).token_ids
+    assert [i for i in plain if i in control] == [i for i in loud if i in control]
+    assert sum(i == renderer.traits.end_id for i in loud) == 2  # its own, and the observation's
+
+
+def test_a_long_observation_keeps_head_and_tail_in_whole_characters(tmp_path: Path):
+    control = renderer_of(tmp_path, "qwen3").control
+    text = "🙂" * 40 + "end"
+    for most in range(1, 40):
+        clipped = control.clip(text, most)
+        head, _, tail = clipped.partition("\n...\n")
+        assert text.startswith(head) and text.endswith(tail) and "\ufffd" not in clipped
+    assert control.clip("short", 100) == "short"
+
+
+TRAITS = {
+    "smollm2": {"has_system": True, "has_tool": True, "tool_format": ""},
+    "qwen2.5": {"has_system": True, "has_tool": True, "tool_format": "hermes"},
+    "qwen3": {"has_system": True, "has_tool": True, "tool_format": "hermes"},
+    "llama3": {"has_system": True, "has_tool": True, "tool_format": "llama_json"},
+    "gemma": {"has_system": True, "has_tool": False, "tool_format": ""},
+}
+ENDS = {"llama3": "<|eot_id|>", "gemma": "<end_of_turn>"}
+
+
+@pytest.mark.parametrize("family", TRAITS)
+def test_what_a_template_can_say_is_found_by_asking_it(family: str, tmp_path: Path):
+    renderer = renderer_of(tmp_path, family)
+    traits = dataclasses.asdict(renderer.traits)
+    assert {name: traits[name] for name in TRAITS[family]} == TRAITS[family]
+    assert traits["shows_tools"] == bool(traits["tool_format"])
+    assert renderer.tokenizer.decode([traits["end_id"]]) == ENDS.get(family, "<|im_end|>")
+    assert renderer.render(renderer.messages(TASK)).endswith(traits["ask"])
+
+
+@every_family
+def test_tools_are_told_by_the_template_or_before_it(family: str, tmp_path: Path):
+    """Once, with the format; beside what the environment says itself."""
+    renderer = renderer_of(tmp_path, family, GuessSuite(system="Be brief."))
+    text = renderer.render(renderer.messages(TASK))
+    assert text.count(PROBE.description) == 1 and "Be brief." in text
+    assert text.count(TASK.instruction) == 1
+    word = '"parameters": its' if family == "llama3" else "<tool_call>"
+    assert word in text
+
+
+def test_a_format_that_the_template_does_not_tell_is_told_before_it(tmp_path: Path):
+    renderer = renderer_of(tmp_path, "qwen2.5", tool_format="llama_json")
+    text = renderer.render(renderer.messages(TASK))
+    assert "<tool_call>" not in text and TOOL_FORMATS["llama_json"].request in text
+    said = TOOL_FORMATS["llama_json"].write(ToolCall(name="probe", keywords={"value": 3}))
+    action = renderer.begin(TASK).hear(renderer.tokenizer.encode(said))
+    assert action.tool_calls == (ToolCall(name="probe", keywords={"value": 3}),)
+
+
+def test_a_suite_without_tools_or_messages_says_its_instruction(tmp_path: Path):
+    renderer = renderer_of(tmp_path, "qwen2.5", fakes.FakeSuite())
+    assert renderer.messages(TASK) == [{"role": "user", "content": TASK.instruction}]
+    action = renderer.begin(TASK).hear(renderer.tokenizer.encode("<tool_call>{<|im_end|>"))
+    assert action == Action(text="<tool_call>{")
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{% for m in messages %}\n{{ m.content }}", "chat_template.jinja, line 2: .*endfor"),
+        ("\n\n{{ messages[0].content.shout() }}", "line 3: UndefinedError: .*shout.*roles user"),
+        ("\n{{ raise_exception('no thanks') }}", "line 2: TemplateError: no thanks"),
+        ("{{ messages.__class__.__mro__ }}", "line 1: SecurityError: .*unsafe"),
+        ("{% for m in messages %}{{ m.role }}{% endfor %}", "does not show what the assistant"),
+    ],
+)
+def test_a_template_that_cannot_render_is_refused_with_its_line(
+    template: str, message: str, tmp_path: Path
+):
+    directory = write_tokenizer(tmp_path, "qwen2.5", template=template)
+    with pytest.raises(ChatTemplateError, match=message):
+        make_renderer(GuessSuite(), ChatSection(tokenizer=str(directory)))
+
+
+def test_a_template_that_changes_the_prompt_is_refused(tmp_path: Path):
+    changing = "{{ messages | length }} messages" + TEMPLATES["smollm2"]
+    directory = write_tokenizer(tmp_path, "smollm2", template=changing)
+    renderer = make_renderer(GuessSuite(), ChatSection(tokenizer=str(directory)))
+    conversation = renderer.begin(TASK)
+    conversation.hear(renderer.tokenizer.encode("hello"))
+    with pytest.raises(
+        ChatTemplateError, match=r"changes the prompt when .* from '2 mess.*'4 mess"
+    ):
+        conversation.answer(Observation(text="more"), 100)
+
+
+def test_a_template_whose_tool_format_is_not_known_asks_for_its_name(tmp_path: Path):
+    unknown = "{{ tools | tojson if tools else '' }}" + TEMPLATES["smollm2"]
+    directory = write_tokenizer(tmp_path, "smollm2", template=unknown)
+    section = ChatSection(tokenizer=str(directory))
+    with pytest.raises(ConfigError, match=r"chat.tool_format = 'auto'.*name one of \('hermes'"):
+        make_renderer(GuessSuite(), section)
+    make_renderer(GuessSuite(), dataclasses.replace(section, tool_format="hermes"))
+
+
+def test_the_date_of_a_template_is_that_of_the_runs_start():
+    template = ChatTemplate(
+        "{{ strftime_now('%Y-%m-%d') }}", name="t", now=datetime.datetime(2026, 1, 31, 23, 59)
+    )
+    assert template.render([], add_generation_prompt=True) == "2026-01-31"

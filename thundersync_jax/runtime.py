@@ -140,7 +140,7 @@ async def build(
         train_tasks=train_tasks,
         eval_tasks=eval_tasks,
         learner=learner,
-        worker=ServingWorker(engine, tokenizer.decode),
+        worker=ServingWorker(engine, tokenizer.text_stream),
         frozen=frozen,
         scorer=scorer,
         sandboxes=sandboxes,

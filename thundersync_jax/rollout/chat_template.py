@@ -64,8 +64,8 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ChatTemplateError(
-                f"{name}, line {error.lineno}: {error.message}. Expected the jinja chat template "
-                "of a model; copy it again"
+                f"{name}, line {error.lineno}: {str(error.message).rstrip('.')}. Expected the "
+                "jinja chat template of a model; copy it again"
             ) from error
 
     def render(
