@@ -43,6 +43,12 @@ def imitate(config: RunConfig, workdir: WorkDirectory) -> None:
             f"{config.env.factory} has no demonstrations: its suite needs a method "
             "demonstration(task, seed), see envs/file_probe.py"
         )
+    check(
+        not config.chat.tokenizer,
+        "chat.tokenizer",
+        config.chat.tokenizer,
+        "'': demonstrations are in the words of the environment's vocabulary",
+    )
     tokenizer = word_tokenizer(suite.vocabulary)
     model = make_model(config, tokenizer)
     if newest := newest_step(workdir.checkpoints):
