@@ -74,9 +74,12 @@ def test_replicas_do_not_communicate_before_the_update(model: str, reduction: st
 
 
 @needs_libtpu
-def test_all_programs_compile_for_a_tpu_host():
-    """v5e:2x4 as data 2 x fsdp 2 x tensor 2: 2,048 tokens after a shared prompt of 1,024."""
-    arguments = ("2048", "1024", "2", "2", "2", "v5e:2x4")
+@pytest.mark.parametrize("names", [("Fold", "update"), pytest.param((), marks=pytest.mark.slow)])
+def test_programs_compile_for_a_tpu_host(names: tuple[str, ...]):
+    """Some, or all; v5e:2x4 as data 2 x fsdp 2 x tensor 2: 2,048 tokens after a shared prompt of
+    1,024.
+    """
+    arguments = ("2048", "1024", "2", "2", "2", "v5e:2x4", *names)
     check(compiled(topology.environment(), "tiny", "ordered", *arguments))
 
 

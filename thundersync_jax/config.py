@@ -18,6 +18,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from thundersync_jax.config_chat import ChatSection
 from thundersync_jax.config_learner import LearnerSection
 from thundersync_jax.config_opd import OpdSection
 from thundersync_jax.config_reference import ReferenceSection
@@ -51,6 +52,7 @@ class RunConfig:
     serving: ServingSection = dataclasses.field(default_factory=ServingSection)
     colocated: ColocatedSection = dataclasses.field(default_factory=ColocatedSection)
     rollout: RolloutSection = dataclasses.field(default_factory=RolloutSection)
+    chat: ChatSection = dataclasses.field(default_factory=ChatSection)
     env: EnvSection = dataclasses.field(default_factory=EnvSection)
     sandbox: SandboxSection = dataclasses.field(default_factory=SandboxSection)
     data: DataSection = dataclasses.field(default_factory=DataSection)

@@ -20,7 +20,8 @@ from absl import app, flags
 from thundersync_jax.command_line import run_main
 from thundersync_jax.config import RunConfig, from_dict
 from thundersync_jax.errors import ConfigError
-from thundersync_jax.rollout.chat import BOS, EOS, Tokenizer, word_tokenizer
+from thundersync_jax.rollout.chat import BOS, EOS, Tokenizer
+from thundersync_jax.rollout.tokenizer_files import copy_tokenizer_files
 from thundersync_jax.saved_policy import FRESH, load_policy, newest_step
 from thundersync_jax.workdir import WorkDirectory
 
@@ -67,11 +68,11 @@ def export(
 
     from thundersync_jax.model.export_hf import export_hugging_face
     from thundersync_jax.model.export_peft import export_peft
-    from thundersync_jax.runtime import load_suite, make_model
+    from thundersync_jax.runtime import load_renderer, load_suite, make_model
 
     config = _config_of(workdir)
     jax.config.update("jax_enable_x64", config.model.dtype == "float64")
-    tokenizer = word_tokenizer(load_suite(config.env).vocabulary)
+    tokenizer = load_renderer(config, load_suite(config.env)).tokenizer
     model = make_model(config, tokenizer)
     saved = newest_step(workdir.checkpoints) if step is None else step
     if step is None and saved == FRESH:
@@ -81,7 +82,10 @@ def export(
         export_peft(model, params, to, base=base, dtype=dtype)
     else:
         export_hugging_face(model, params, to, dtype=dtype)
-    _write_tokenizer(tokenizer, to, config.model.max_context)
+    if config.chat.tokenizer:
+        copy_tokenizer_files(Path(config.chat.tokenizer), to)
+    else:
+        _write_words(tokenizer, to, config.model.max_context)
     return saved
 
 
@@ -95,7 +99,7 @@ def _config_of(workdir: WorkDirectory) -> RunConfig:
         ) from error
 
 
-def _write_tokenizer(tokenizer: Tokenizer, to: Path, max_context: int) -> None:
+def _write_words(tokenizer: Tokenizer, to: Path, max_context: int) -> None:
     (to / "tokenizer.json").write_text(tokenizer.backend.to_str(), encoding="utf-8")
     settings: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",

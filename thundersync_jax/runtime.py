@@ -35,7 +35,10 @@ from thundersync_jax.model.lora import with_adapters
 from thundersync_jax.model.presets import TransformerConfig, preset
 from thundersync_jax.model.sharded import check_mesh, init_on_mesh
 from thundersync_jax.rollout.agent import derive_seed
-from thundersync_jax.rollout.chat import Tokenizer, TokenizerError, word_tokenizer
+from thundersync_jax.rollout.chat import Tokenizer, TokenizerError
+from thundersync_jax.rollout.chat_renderer import make_renderer
+from thundersync_jax.rollout.chat_template import ChatTemplateError
+from thundersync_jax.rollout.renderer import Renderer
 from thundersync_jax.rollout.rollout import RolloutRunner
 from thundersync_jax.rollout.scoring import TurnListener
 from thundersync_jax.sandbox.base import SandboxPool
@@ -59,7 +62,7 @@ class Runtime:
     workdir: WorkDirectory
     model: TransformerConfig
     suite: EnvironmentSuite
-    tokenizer: Tokenizer
+    renderer: Renderer
     train_tasks: Sequence[Task]
     eval_tasks: Sequence[Task]
     learner: Learner | Distiller
@@ -70,7 +73,7 @@ class Runtime:
     began_s: float  # on time.monotonic's clock
 
     def prompt_ids(self, task: Task) -> tuple[int, ...]:
-        return self.tokenizer.encode(self.suite.prompt(task))
+        return self.renderer.prompt_ids(task)
 
     def runner(
         self,
@@ -90,7 +93,7 @@ class Runtime:
         return RolloutRunner(
             client=self.worker,
             suite=self.suite,
-            tokenizer=self.tokenizer,
+            renderer=self.renderer,
             sandboxes=self.sandboxes,
             limits=self.config.rollout,
             sampling=sampling,
@@ -107,7 +110,8 @@ async def build(
     """Makes every part; raises ConfigError and the parts' own errors for what cannot work."""
     began_s = time.monotonic()
     suite = load_suite(config.env)
-    tokenizer = word_tokenizer(suite.vocabulary)
+    renderer = load_renderer(config, suite)
+    tokenizer = renderer.tokenizer
     model = make_model(config, tokenizer)
     frozen = check_learning(config, model, tokenizer, workdir)
     mesh = make_learner_mesh(config, model)
@@ -118,7 +122,7 @@ async def build(
         else ()
     )
     for task in (*train_tasks, *eval_tasks):
-        _check_prompt(task.task_id, suite.prompt(task), tokenizer, config.model.max_context)
+        _check_prompt(task, renderer, config.model.max_context)
     if frozen is not None:
         await asyncio.to_thread(check_weights, frozen)
     sandboxes, sandbox_report = await open_pool(config.sandbox)
@@ -133,11 +137,11 @@ async def build(
         workdir=workdir,
         model=model,
         suite=suite,
-        tokenizer=tokenizer,
+        renderer=renderer,
         train_tasks=train_tasks,
         eval_tasks=eval_tasks,
         learner=learner,
-        worker=ServingWorker(engine, tokenizer.decode),
+        worker=ServingWorker(engine, tokenizer.text_stream),
         frozen=frozen,
         scorer=scorer,
         sandboxes=sandboxes,
@@ -176,6 +180,11 @@ def load_suite(env: EnvSection) -> EnvironmentSuite:
     return call_factory(factory, env.factory, env.options, "env.options")
 
 
+def load_renderer(config: RunConfig, suite: EnvironmentSuite) -> Renderer:
+    """The suite's words, or the chat template of the configured tokenizer's directory."""
+    return make_renderer(suite, config.chat)
+
+
 def make_model(config: RunConfig, tokenizer: Tokenizer) -> TransformerConfig:
     """The configured preset, with the tokenizer's vocabulary where none is given, and adapters."""
     section = config.model
@@ -190,8 +199,8 @@ def make_model(config: RunConfig, tokenizer: Tokenizer) -> TransformerConfig:
         model.vocab_size >= tokenizer.vocab_size,
         "model.vocab_size",
         model.vocab_size,
-        f"at least the {tokenizer.vocab_size} words of the environment's vocabulary",
-        "0 takes just these.",
+        f"at least {tokenizer.vocab_size}, for so many tokens has the tokenizer",
+        "0 takes just these; or take the tokenizer that belongs to the model.",
     )
     return model
 
@@ -273,14 +282,14 @@ def _check_step(config: RunConfig, objective: Objective) -> None:
         raise ConfigError(str(error)) from error
 
 
-def _check_prompt(task_id: str, prompt: str, tokenizer: Tokenizer, max_context: int) -> None:
+def _check_prompt(task: Task, renderer: Renderer, max_context: int) -> None:
     try:
-        num_tokens = len(tokenizer.encode(prompt))
-    except TokenizerError as error:
-        raise ConfigError(f"the prompt of task {task_id!r}: {error}") from error
+        num_tokens = len(renderer.prompt_ids(task))
+    except (TokenizerError, ChatTemplateError) as error:
+        raise ConfigError(f"the prompt of task {task.task_id!r}: {error}") from error
     if not 1 <= num_tokens < max_context:
         raise ConfigError(
-            f"task {task_id!r} has a prompt of {num_tokens} tokens: expected 1 to "
+            f"task {task.task_id!r} has a prompt of {num_tokens} tokens: expected 1 to "
             f"{max_context - 1}, so that one more fits config.model.max_context = {max_context}. "
             "Shorten the prompt or raise model.max_context, learner.buckets with it"
         )

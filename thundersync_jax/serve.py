@@ -123,11 +123,10 @@ def serve(config: RunConfig, workdir: WorkDirectory, port: int, step: int) -> in
 
 def load_engine(config: RunConfig, workdir: WorkDirectory, step: int) -> DrivenEngine:
     """The configured engine, compiled, with the weights after `step` steps."""
-    from thundersync_jax.rollout.chat import word_tokenizer
-    from thundersync_jax.runtime import load_suite, make_model
+    from thundersync_jax.runtime import load_renderer, load_suite, make_model
     from thundersync_jax.serving.jetstream_server import DrivenEngine
 
-    model = make_model(config, word_tokenizer(load_suite(config.env).vocabulary))
+    model = make_model(config, load_renderer(config, load_suite(config.env)).tokenizer)
     params, version = load_policy(config, model, workdir, step)
     engine = DrivenEngine(model, config.serving, config.model.max_context)
     engine.warm_up(with_prefill=True)
