@@ -16,6 +16,7 @@ import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 from objective_cases import cases_of
 
+from thundersync_jax.benchmarks import turn_arrivals as ta
 from thundersync_jax.benchmarks.exactness import OBJECTIVES
 from thundersync_jax.config_learner import LearnerSection
 from thundersync_jax.config_lora import LoraSection
@@ -27,6 +28,8 @@ from thundersync_jax.model.lora import with_adapters
 from thundersync_jax.model.presets import ModelError, TransformerConfig
 from thundersync_jax.model.trainable import fingerprint, join, parameter_vjp, partition
 from thundersync_jax.model.transformer import forward, logits
+from thundersync_jax.serving.placement import serving_mesh
+from thundersync_jax.serving.weights import WeightStore
 
 LORA = LoraSection(rank=3, alpha=6.0, targets=("query", "value", "output", "gate", "down"))
 FEW = LoraSection(rank=3, alpha=6.0, targets=("value", "down"))  # where more prove nothing more
@@ -338,3 +341,50 @@ def test_targets_that_match_nothing_are_refused_with_what_exists(changes: dict, 
 def test_sections_that_cannot_be_are_refused(changes: dict, message: str):
     with pytest.raises(ConfigError, match=message):
         LoraSection(**changes)
+
+
+def test_the_engine_shares_the_base_and_copies_the_adapters():
+    """They stay what they were while the learner donates its own; a base is placed once."""
+    model = adapted(section=FEW)
+    learner = learner_of(model, lc.init_params(model, 0), **PLAIN)
+    store = WeightStore(model, serving_mesh(model, jax.devices()[:1]))
+    store.compile()
+    served = []
+    for version in range(2):
+        store.publish(learner.params, version)
+        served.append(store.current().params)
+        lc.enqueue(learner, cases_of(version))
+        learner.update()
+    _, base = partition(model, learner.params)
+    for params in served:
+        _, frozen = partition(model, params)
+        for x, want in zip(*map(jax.tree.leaves, (frozen, base)), strict=True):
+            assert x.unsafe_buffer_pointer() == want.unsafe_buffer_pointer()
+    first, second = (partition(model, params)[0] for params in served)
+    moved = jax.tree.map(lambda a, b: np.any(a != b), first, second)
+    assert any(jax.tree.leaves(moved))
+
+
+@pytest.mark.slow
+def test_a_teachers_turns_are_replayed_from_residuals_that_hold_no_parameter():
+    """The distiller's gradient after a first update, when B is not zero any more."""
+    distiller = ta.make_distiller(
+        adapted(),
+        num_caches=3,
+        num_residuals=2,
+        optimizer=OptimizerSection(learning_rate=0.1),
+    )
+    for step in range(2):
+        cases = [ta.random_case(5 * step + seed) for seed in range(5)]
+        total = ta.plain_gradient(lc.tiny(), merged(distiller.params), cases)
+        want = jax.tree.map(
+            lambda g, cases=cases: -g / ta.num_scored(cases), chained(distiller.params, total)
+        )
+        ta.run_events(distiller, cases, np.random.default_rng(step))
+        assert lc.rel_l2(distiller.gradient(), want) <= 1e-5
+        distiller.update()
+    assert "turn_replay_kept" in {item.path for item in distiller.take_work_log()}
+    caches = distiller._programs.caches
+    assert caches is not None
+    shapes = {x.shape[2:] for kept in caches.residuals.values() for x in kept}
+    assert not {p.shape for p in jax.tree.leaves(distiller.params)} & shapes
