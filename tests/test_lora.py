@@ -151,19 +151,24 @@ def test_the_policy_is_that_of_the_merged_kernels():
 
 @pytest.mark.parametrize("dtype", ["float64", pytest.param("float32", marks=pytest.mark.slow)])
 def test_streamed_gradient_is_the_merged_models_by_the_chain_rule(dtype: str):
-    """Shared prompts, held gradients, failures: every arrival order and path."""
+    """Shared prompts, held gradients, turns of growing trajectories, failures: every order."""
+    options = SHARING | {"stream_turns": "idle", "num_turn_caches": 2, "held_gradients": 3}
     with jax.enable_x64(dtype == "float64"):
-        model, paths = adapted(dtype), set()
-        learner = learner_of(model, trained(model), **SHARING)
-        for order in range(4):
+        model, paths, num_by_turns = adapted(dtype), set(), 0
+        learner = learner_of(model, trained(model), **options)
+        start = lc.copied(learner.state)
+        for order in range(6):
             cases = cases_of(order % 2)
             want = wanted(dtype, learner.params, cases, LearnerSection())
-            lc.run_events(learner, cases, np.random.default_rng(order))
+            run = lc.run_turn_events if order % 3 == 2 else lc.run_events
+            run(learner, cases, np.random.default_rng(order))
             tolerance = 1e-5 if dtype == "float32" else 1e-12
             assert lc.rel_l2(learner.gradient(), want) <= tolerance
             paths |= {item.path for item in learner.take_work_log()}
-            learner.abandon()
+            num_by_turns += learner.update().num_by_turns
+            learner.load(lc.copied(start))
         assert {"stream", "direct", "ahead", "prompt_backward", "close", "bind"} <= paths
+        assert num_by_turns > 0
 
 
 @pytest.mark.slow
@@ -178,17 +183,6 @@ def test_every_kind_of_objective_has_it(name: str):
         want = wanted("float64", learner.params, cases, LearnerSection(**kind))
         lc.run_events(learner, cases, np.random.default_rng(0))
         assert lc.rel_l2(learner.gradient(), want) <= 1e-12
-
-
-def test_turns_of_growing_trajectories_are_held_in_adapters_size():
-    with jax.enable_x64(True):
-        model, cases = adapted("float64", FEW), cases_of(4)
-        turns = {"stream_turns": "idle", "num_turn_caches": 2, "held_gradients": 3}
-        learner = learner_of(model, trained(model), **PLAIN | {"pool_size": 1} | turns)
-        want = wanted("float64", learner.params, cases, LearnerSection())
-        lc.run_turn_events(learner, cases, np.random.default_rng(1))
-        assert lc.rel_l2(learner.gradient(), want) <= 1e-12
-        assert learner.update().num_by_turns > 0
 
 
 def run_steps(learner: Learner, orders: list[int | None]) -> list[bytes]:
