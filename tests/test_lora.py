@@ -16,6 +16,7 @@ import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 from objective_cases import cases_of
 
+from thundersync_jax.benchmarks import turn_arrivals as ta
 from thundersync_jax.benchmarks.exactness import OBJECTIVES
 from thundersync_jax.config_learner import LearnerSection
 from thundersync_jax.config_lora import LoraSection
@@ -27,10 +28,14 @@ from thundersync_jax.model.lora import with_adapters
 from thundersync_jax.model.presets import ModelError, TransformerConfig
 from thundersync_jax.model.trainable import fingerprint, join, parameter_vjp, partition
 from thundersync_jax.model.transformer import forward, logits
+from thundersync_jax.serving.placement import serving_mesh
+from thundersync_jax.serving.weights import WeightStore
 
 LORA = LoraSection(rank=3, alpha=6.0, targets=("query", "value", "output", "gate", "down"))
+FEW = LoraSection(rank=3, alpha=6.0, targets=("value", "down"))  # where more prove nothing more
 SCALE = 2.0
 LENGTH = 64
+PLAIN: dict[str, Any] = {"buckets": (LENGTH,), "tokens_per_step": 2 * LENGTH, "held_gradients": 0}
 
 
 def adapted(dtype: str = "float32", section: LoraSection = LORA) -> TransformerConfig:
@@ -144,31 +149,30 @@ def test_the_policy_is_that_of_the_merged_kernels():
         assert np.abs(got - policy(base, partition(model, params)[1])).max() > 1e-3
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("dtype", ["float64", pytest.param("float32", marks=pytest.mark.slow)])
 def test_streamed_gradient_is_the_merged_models_by_the_chain_rule(dtype: str):
-    """Shared prompts, held gradients, failures: every arrival order and path."""
+    """Shared prompts, held gradients, turns of growing trajectories, failures: every order."""
+    options = SHARING | {"stream_turns": "idle", "num_turn_caches": 2, "held_gradients": 3}
     with jax.enable_x64(dtype == "float64"):
-        model, paths = adapted(dtype), set()
-        learner = learner_of(model, trained(model), **SHARING)
-        for order in range(4):
+        model, paths, num_by_turns = adapted(dtype), set(), 0
+        learner = learner_of(model, trained(model), **options)
+        start = lc.copied(learner.state)
+        for order in range(6):
             cases = cases_of(order % 2)
             want = wanted(dtype, learner.params, cases, LearnerSection())
-            lc.run_events(learner, cases, np.random.default_rng(order))
+            run = lc.run_turn_events if order % 3 == 2 else lc.run_events
+            run(learner, cases, np.random.default_rng(order))
             tolerance = 1e-5 if dtype == "float32" else 1e-12
             assert lc.rel_l2(learner.gradient(), want) <= tolerance
             paths |= {item.path for item in learner.take_work_log()}
-            learner.abandon()
+            num_by_turns += learner.update().num_by_turns
+            learner.load(lc.copied(start))
         assert {"stream", "direct", "ahead", "prompt_backward", "close", "bind"} <= paths
+        assert num_by_turns > 0
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "grpo_kl_entropy",
-        pytest.param("dapo", marks=pytest.mark.slow),
-        pytest.param("reinforce_pp", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["grpo_kl_entropy", "dapo", "reinforce_pp"])
 def test_every_kind_of_objective_has_it(name: str):
     """What streams by trajectory, group and batch, with terms, in float64."""
     objective, options = OBJECTIVES[name]
@@ -179,17 +183,6 @@ def test_every_kind_of_objective_has_it(name: str):
         want = wanted("float64", learner.params, cases, LearnerSection(**kind))
         lc.run_events(learner, cases, np.random.default_rng(0))
         assert lc.rel_l2(learner.gradient(), want) <= 1e-12
-
-
-def test_turns_of_growing_trajectories_are_held_in_adapters_size():
-    with jax.enable_x64(True):
-        model, cases = adapted("float64"), cases_of(4)
-        turns = {"stream_turns": "idle", "num_turn_caches": 2, "held_gradients": 3}
-        learner = learner_of(model, trained(model), **SHARING | {"prompt_buckets": ()} | turns)
-        want = wanted("float64", learner.params, cases, LearnerSection())
-        lc.run_turn_events(learner, cases, np.random.default_rng(1))
-        assert lc.rel_l2(learner.gradient(), want) <= 1e-12
-        assert learner.update().num_by_turns > 0
 
 
 def run_steps(learner: Learner, orders: list[int | None]) -> list[bytes]:
@@ -207,8 +200,9 @@ def run_steps(learner: Learner, orders: list[int | None]) -> list[bytes]:
 @pytest.mark.optimized
 def test_exact_sums_of_adapters_have_the_same_bits_in_every_order_and_the_base_stands_still():
     """From the start, where B is zero and A has no gradient."""
-    model = adapted()
-    learner = learner_of(model, lc.init_params(model, 0), **SHARING, reduction="exact")
+    model = adapted(section=FEW)
+    options = PLAIN | {"pool_size": 1, "held_gradients": 1, "reduction": "exact"}
+    learner = learner_of(model, lc.init_params(model, 0), **options)
     start, base = lc.copied(learner.state), jax.device_get(partition(model, learner.params)[1])
     found = []
     for orders in ([None, None], [0, 1], [2, 3]):
@@ -275,24 +269,30 @@ def test_no_gradient_of_a_frozen_kernel_is_computed():
 
 
 def test_a_checkpoint_holds_the_adapters_and_refuses_another_base(tmp_path: Path):
-    model = adapted()
-    learner, other = (
-        learner_of(model, lc.init_params(model, seed), buckets=(LENGTH,), held_gradients=0)
-        for seed in (0, 1)
-    )
+    """In bfloat16 with float32 masters; the base has none."""
+    model = adapted("bfloat16", FEW)
+    learner = learner_of(model, lc.init_params(model, 0), **PLAIN)
     run_steps(learner, [None])
+    for tree, dtype in ((learner.params, "bfloat16"), (learner.state.params, "float32")):
+        assert {x.dtype.name for x in jax.tree.leaves(tree)} == {dtype}
+    want = jax.device_get(learner.params)
+    for x, master in zip(
+        *map(jax.tree.leaves, (partition(model, want)[0], learner.state.params)), strict=True
+    ):
+        np.testing.assert_array_equal(x, np.asarray(master).astype(x.dtype))
+
     checkpoints = Checkpointer(tmp_path, keep_last=1)
     checkpoints.save(learner.state, RunPosition(num_steps=1), reward=0.0)
+    _, frozen = partition(model, learner.params)
     frozen_bytes = learner.memory.parts["frozen parameters"]
-    assert sum(f.stat().st_size for f in tmp_path.rglob("*") if f.is_file()) < frozen_bytes
-    with pytest.raises(
-        CheckpointError, match=r"adapters of step 1.*fingerprint.*base that the run"
-    ):
-        checkpoints.restore(other.state, 1)
+    assert frozen_bytes == 2 * sum(x.size for x in jax.tree.leaves(frozen))
     state, _ = checkpoints.restore(learner.state, 1)
-    want = jax.device_get(learner.params)
+    assert state.base == fingerprint(frozen) and state.base
     learner.load(state)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(learner.params), want)
+    other = dataclasses.replace(learner.state, base="0123")
+    with pytest.raises(CheckpointError, match=r"adapters of step 1.*are 0123. Give the base that"):
+        checkpoints.restore(other, 1)
     checkpoints.close()
     checkpoints = Checkpointer(tmp_path, keep_last=1)
     with pytest.raises(CheckpointError, match="and these are none"):
@@ -337,20 +337,48 @@ def test_sections_that_cannot_be_are_refused(changes: dict, message: str):
         LoraSection(**changes)
 
 
-def test_bfloat16_adapters_have_float32_masters_and_a_base_without_one():
-    model = adapted("bfloat16")
-    learner = learner_of(model, lc.init_params(model, 0), buckets=(LENGTH,), held_gradients=0)
-    run_steps(learner, [None])
-    for tree, dtype in ((learner.params, "bfloat16"), (learner.state.params, "float32")):
-        assert {x.dtype.name for x in jax.tree.leaves(tree)} == {dtype}
-    trainable, frozen = partition(model, learner.params)
-    jax.tree.map(
-        lambda x, master: np.testing.assert_array_equal(x, master.astype(x.dtype)),
-        trainable,
-        learner.state.params,
+def test_the_engine_shares_the_base_and_copies_the_adapters():
+    """They stay what they were while the learner donates its own; a base is placed once."""
+    model = adapted(section=FEW)
+    learner = learner_of(model, lc.init_params(model, 0), **PLAIN)
+    store = WeightStore(model, serving_mesh(model, jax.devices()[:1]))
+    store.compile()
+    served = []
+    for version in range(2):
+        store.publish(learner.params, version)
+        served.append(store.current().params)
+        lc.enqueue(learner, cases_of(version))
+        learner.update()
+    _, base = partition(model, learner.params)
+    for params in served:
+        _, frozen = partition(model, params)
+        for x, want in zip(*map(jax.tree.leaves, (frozen, base)), strict=True):
+            assert x.unsafe_buffer_pointer() == want.unsafe_buffer_pointer()
+    first, second = (partition(model, params)[0] for params in served)
+    moved = jax.tree.map(lambda a, b: np.any(a != b), first, second)
+    assert any(jax.tree.leaves(moved))
+
+
+@pytest.mark.slow
+def test_a_teachers_turns_are_replayed_from_residuals_that_hold_no_parameter():
+    """The distiller's gradient after a first update, when B is not zero any more."""
+    distiller = ta.make_distiller(
+        adapted(),
+        num_caches=3,
+        num_residuals=2,
+        optimizer=OptimizerSection(learning_rate=0.1),
     )
-    assert {
-        x.dtype.name for x in jax.tree.leaves(partition(model, lc.init_params(model, 0))[1])
-    } == {"bfloat16"}
-    sizes = learner.memory.parts
-    assert sizes["frozen parameters"] == 2 * sum(x.size for x in jax.tree.leaves(frozen))
+    for step in range(2):
+        cases = [ta.random_case(5 * step + seed) for seed in range(5)]
+        total = ta.plain_gradient(lc.tiny(), merged(distiller.params), cases)
+        want = jax.tree.map(
+            lambda g, cases=cases: -g / ta.num_scored(cases), chained(distiller.params, total)
+        )
+        ta.run_events(distiller, cases, np.random.default_rng(step))
+        assert lc.rel_l2(distiller.gradient(), want) <= 1e-5
+        distiller.update()
+    assert "turn_replay_kept" in {item.path for item in distiller.take_work_log()}
+    caches = distiller._programs.caches
+    assert caches is not None
+    shapes = {x.shape[2:] for kept in caches.residuals.values() for x in kept}
+    assert not {p.shape for p in jax.tree.leaves(distiller.params)} & shapes
