@@ -17,6 +17,8 @@ TEXTS = (
     '{"name": "probe", "arguments": {"value": 3}} {"name": "probe", "parameters": {"value": 3}}',
     "higher lower found error user assistant system tool <think> </think> <tool_call>",
     "The secret is between 2 and 5, so I try 4. Grüße, 你好, 🙂!",
+    '{"type": "function", "function": {"name": "say", "description": "", "parameters": {"type": '
+    '"object", "properties": {"x": {"type": "string"}}, "required": ["x"]}}}',
 )
 
 _CHATML_ASK = "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
@@ -187,13 +189,14 @@ def bpe(family: str) -> Tokenizer:
         tokenizer.decoder = decoders.ByteLevel()
         alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = BpeTrainer(
-        vocab_size=len(special) + len(alphabet) + 40,
+        vocab_size=len(special) + len(alphabet) + 200,
         special_tokens=special,
         initial_alphabet=alphabet,
         limit_alphabet=len(alphabet),
         show_progress=False,
     )
-    tokenizer.train_from_iterator([t for t in TEXTS if family != "gemma" or t.isascii()], trainer)
+    texts = [t for t in (*TEXTS, *TEMPLATES.values()) if family != "gemma" or t.isascii()]
+    tokenizer.train_from_iterator(texts, trainer)
     if family == "gemma":
         tokenizer = _without_bytes_among_added(tokenizer)
     elif kind_of(family) == "chatml":
