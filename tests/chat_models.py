@@ -17,8 +17,6 @@ TEXTS = (
     '{"name": "probe", "arguments": {"value": 3}} {"name": "probe", "parameters": {"value": 3}}',
     "higher lower found error user assistant system tool <think> </think> <tool_call>",
     "The secret is between 2 and 5, so I try 4. Grüße, 你好, 🙂!",
-    '{"type": "function", "function": {"name": "say", "description": "", "parameters": {"type": '
-    '"object", "properties": {"x": {"type": "string"}}, "required": ["x"]}}}',
 )
 
 _CHATML_ASK = "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
@@ -162,7 +160,10 @@ _SPECIAL = {
 }  # fmt: skip
 _SETTINGS: dict[str, dict[str, object]] = {
     "chatml": {"eos_token": "<|im_end|>", "bos_token": None},
-    "llama3": {"bos_token": "<|begin_of_text|>", "eos_token": {"content": "<|eot_id|>"}},
+    "llama3": {
+        "bos_token": "<|begin_of_text|>",
+        "eos_token": {"__type": "AddedToken", "content": "<|eot_id|>", "special": True},
+    },
     "gemma": {"bos_token": "<bos>", "eos_token": "<eos>"},
 }
 _PLAIN_ADDED = ("<tool_call>", "</tool_call>", "<think>", "</think>")  # special: false, as in Qwen3

@@ -40,7 +40,7 @@ def test_segments_are_trained_as_they_were_sampled_and_the_policy_is_exported(tm
     arguments = (
         f"--config.chat.tokenizer={directory}",
         "--config.chat.template_options.enable_thinking=False",
-        "--config.learner.prompt_buckets=(128,)",
+        "--config.learner.prompt_buckets=(48,)",
     )
     for line in train(workdir, *arguments):
         assert line["num_failed"] == 0 and line["num_rewrites"] == 8 * 2
