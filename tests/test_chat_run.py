@@ -8,13 +8,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 from chat_models import write_tokenizer
 
 from thundersync_jax.metrics import read_jsonl
 from thundersync_jax.rollout.tokenizer_files import read_tokenizer_files
-
-pytestmark = pytest.mark.optimized
 
 TESTS = Path(__file__).parent
 
@@ -43,7 +40,7 @@ def test_segments_are_trained_as_they_were_sampled_and_the_policy_is_exported(tm
     arguments = (
         f"--config.chat.tokenizer={directory}",
         "--config.chat.template_options.enable_thinking=False",
-        "--config.learner.prompt_buckets=(256,)",
+        "--config.learner.prompt_buckets=(48,)",
     )
     for line in train(workdir, *arguments):
         trajectories = lines_of(workdir, line["step"])
