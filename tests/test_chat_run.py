@@ -60,6 +60,7 @@ def test_segments_are_trained_as_they_were_sampled_and_the_policy_is_exported(tm
     assert sizes["vocab_size"] == original.tokenizer.vocab_size
 
 
+@pytest.mark.slow
 def test_history_that_is_kept_is_one_segment(tmp_path: Path):
     """With turns streamed besides, which know trajectories of one segment only."""
     directory, workdir = write_tokenizer(tmp_path / "llama3", "llama3"), tmp_path / "run"
