@@ -241,6 +241,10 @@ class BaseLearner(abc.ABC, Generic[AnyWork]):
         """Raises LearnerError naming what has not ended; then nothing more can come."""
 
     @abc.abstractmethod
+    def _left(self) -> list[str]:
+        """What is not in the sums although nothing more is due, by name: nothing, ever."""
+
+    @abc.abstractmethod
     def _report(self, *, is_empty: bool, grad_norm: float, learning_rate: float) -> UpdateReport:
         """The step's report, once its update is done."""
 
@@ -272,6 +276,11 @@ class BaseLearner(abc.ABC, Generic[AnyWork]):
         self.work()
         self._check_ended()
         self.work()
+        if left := self._left():
+            raise AssertionError(
+                f"the schedule has no call for {', '.join(left)}: the gradient would lack it. This "
+                "is a fault of ThunderSync-JAX: report it"
+            )
         self._statistics.check_finite()
 
     def _step(self) -> float:
