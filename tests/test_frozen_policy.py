@@ -78,7 +78,7 @@ def test_a_run_needs_none_by_default(tmp_path: Path):
 
 def test_the_initial_policy_is_that_of_the_seed(tmp_path: Path):
     found = find(configured(reference_policy="initial", run_seed=3, options=KL), tmp_path)
-    assert found == FrozenPolicy(key="reference.policy", model=MODEL, source=3)
+    assert found == FrozenPolicy(key="reference.policy", model=MODEL, source=None, seed=3)
     for got, want in zip(
         *map(jax.tree.leaves, (load_weights(found), init_params(MODEL, 3))), strict=True
     ):

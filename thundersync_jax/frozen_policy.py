@@ -17,6 +17,7 @@ from thundersync_jax.config_reference import INITIAL
 from thundersync_jax.errors import ConfigError, check
 from thundersync_jax.learner.checkpoint import CheckpointError
 from thundersync_jax.losses.objective import Objective
+from thundersync_jax.model.lora import with_adapters
 from thundersync_jax.model.presets import ModelError, TransformerConfig, preset
 from thundersync_jax.model.transformer import Params
 from thundersync_jax.rollout.chat import Tokenizer
@@ -33,12 +34,14 @@ class FrozenPolicy:
 
     Attributes:
       key: of the configuration that names it.
-      source: the run whose newest checkpoint it is, or the seed of its parameters.
+      source: the run whose newest checkpoint it is; None: the parameters of the seed.
+      seed: of its run.
     """
 
     key: str
     model: TransformerConfig
-    source: WorkDirectory | int
+    source: WorkDirectory | None
+    seed: int
 
 
 def find_frozen_policy(
@@ -61,7 +64,7 @@ def find_frozen_policy(
     _check_roles(config, objective)
     if config.reference.policy == INITIAL:
         _check_start(workdir)
-        return FrozenPolicy(key="reference.policy", model=model, source=config.run.seed)
+        return FrozenPolicy(key="reference.policy", model=model, source=None, seed=config.run.seed)
     name = config.opd.teacher or config.reference.policy
     if not name:
         return None
@@ -73,7 +76,7 @@ def find_frozen_policy(
             f"while it trains: name a copy of it. The policy that a run starts from is the "
             f"reference.policy {INITIAL!r}"
         )
-    found = _model_of(key, source, tokenizer)
+    found, seed = _model_of(key, source, tokenizer)
     check(
         found.dtype != "float64" or model.dtype == "float64",
         "model.dtype",
@@ -82,22 +85,22 @@ def find_frozen_policy(
         "off for a whole run",
         "Or name another policy.",
     )
-    return FrozenPolicy(key=key, model=found, source=source)
+    return FrozenPolicy(key=key, model=found, source=source, seed=seed)
 
 
 def check_weights(policy: FrozenPolicy) -> None:
     """Reads a run's parameters once and keeps none: a copy may have broken off. ConfigError."""
-    if isinstance(policy.source, WorkDirectory):
+    if policy.source is not None:
         load_weights(policy)
 
 
 def load_weights(policy: FrozenPolicy) -> Params:
     """Its parameters, on the first device. Raises ConfigError when they cannot be read."""
-    if isinstance(policy.source, int):
-        return initial_policy(policy.model, policy.source)
+    if policy.source is None:
+        return initial_policy(policy.model, policy.seed)
     checkpoints = policy.source.checkpoints
     try:
-        return read_policy(policy.model, checkpoints, newest_step(checkpoints))[0]
+        return read_policy(policy.model, policy.seed, checkpoints, newest_step(checkpoints))[0]
     except CheckpointError as error:
         raise ConfigError(
             f"config.{policy.key} names a run whose newest checkpoint cannot be read: {error}. Or "
@@ -158,12 +161,14 @@ def _check_start(workdir: WorkDirectory) -> None:
         )
 
 
-def _model_of(key: str, source: WorkDirectory, tokenizer: Tokenizer) -> TransformerConfig:
-    """The shapes of a run's policy, which must speak the language of `tokenizer`."""
+def _model_of(
+    key: str, source: WorkDirectory, tokenizer: Tokenizer
+) -> tuple[TransformerConfig, int]:
+    """The shapes of a run's policy, which must speak the language of `tokenizer`, and its seed."""
     name = f"config.{key} = {str(source.root)!r}"
     try:
         saved = json.loads(source.config.read_text(encoding="utf-8"))
-        model, fingerprint = from_dict(saved["config"]).model, saved["tokenizer"]
+        config, fingerprint = from_dict(saved["config"]), saved["tokenizer"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{name}: expected the work directory of a run that has saved, with a config.json "
@@ -178,8 +183,10 @@ def _model_of(key: str, source: WorkDirectory, tokenizer: Tokenizer) -> Transfor
         )
     if newest_step(source.checkpoints) == FRESH:
         raise ConfigError(f"{name} has no checkpoints: train it first")
-    vocab_size = model.vocab_size or tokenizer.vocab_size
+    section = config.model
+    vocab_size = section.vocab_size or tokenizer.vocab_size
     try:
-        return preset(model.preset, vocab_size=vocab_size, dtype=model.dtype)
+        model = preset(section.preset, vocab_size=vocab_size, dtype=section.dtype)
+        return with_adapters(model, section.lora), config.run.seed
     except ModelError as error:
         raise ConfigError(f"{name}, in its config.json: {error}") from error

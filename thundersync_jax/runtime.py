@@ -31,6 +31,7 @@ from thundersync_jax.learner.reduction import REDUCTIONS
 from thundersync_jax.losses.objective import Objective
 from thundersync_jax.losses.objective_check import check_turns
 from thundersync_jax.losses.objectives import make_objective
+from thundersync_jax.model.lora import with_adapters
 from thundersync_jax.model.presets import TransformerConfig, preset
 from thundersync_jax.model.sharded import check_mesh, init_on_mesh
 from thundersync_jax.rollout.agent import derive_seed
@@ -185,7 +186,7 @@ def load_renderer(config: RunConfig, suite: EnvironmentSuite) -> Renderer:
 
 
 def make_model(config: RunConfig, tokenizer: Tokenizer) -> TransformerConfig:
-    """The configured preset, with the tokenizer's vocabulary where none is given."""
+    """The configured preset, with the tokenizer's vocabulary where none is given, and adapters."""
     section = config.model
     model = preset(
         section.preset,
@@ -193,6 +194,7 @@ def make_model(config: RunConfig, tokenizer: Tokenizer) -> TransformerConfig:
         dtype=section.dtype,
         remat=section.remat,
     )
+    model = with_adapters(model, section.lora)
     check(
         model.vocab_size >= tokenizer.vocab_size,
         "model.vocab_size",

@@ -31,7 +31,7 @@ def load_policy(
     """
     if step == FRESH:
         return initial_policy(model, config.run.seed), 0
-    return read_policy(model, workdir.checkpoints, step)
+    return read_policy(model, config.run.seed, workdir.checkpoints, step)
 
 
 def initial_policy(model: TransformerConfig, seed: int) -> Params:
@@ -44,19 +44,28 @@ def initial_policy(model: TransformerConfig, seed: int) -> Params:
     return init_on_mesh(model, seed, make_mesh(MeshShape(), jax.devices()[:1]))
 
 
-def read_policy(model: TransformerConfig, checkpoints: Path, step: int) -> tuple[Params, int]:
-    """`load_policy` of a checkpoint."""
+def read_policy(
+    model: TransformerConfig, seed: int, checkpoints: Path, step: int
+) -> tuple[Params, int]:
+    """`load_policy` of a checkpoint of a run of this seed: it holds what trains, and what is frozen
+    is still as it began.
+    """
     import jax
 
     from thundersync_jax.learner.checkpoint import Checkpointer
+    from thundersync_jax.model.trainable import fingerprint, join, partition
     from thundersync_jax.model.transformer import abstract_params
 
     where = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     like = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), abstract_params(model)
     )
+    trainable, frozen = partition(model, like)
+    if frozen:
+        _, frozen = partition(model, initial_policy(model, seed))
     checkpointer = Checkpointer(checkpoints, keep_last=1)
     try:
-        return checkpointer.restore_policy(like, step)
+        restored, version = checkpointer.restore_policy(trainable, step, base=fingerprint(frozen))
+        return join(restored, frozen), version
     finally:
         checkpointer.close()
