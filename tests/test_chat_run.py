@@ -96,6 +96,6 @@ def test_a_model_with_fewer_tokens_than_its_tokenizer_is_refused(tmp_path: Path)
 
 
 def test_a_template_that_cannot_render_a_task_is_refused_before_anything_starts(tmp_path: Path):
-    template = "{{ messages[1].content }}"
+    template = "{{ messages[1].content + '<|im_end|>' }}"
     said = refusal(write_tokenizer(tmp_path / "qwen3", "qwen3", template=template))
-    assert "chat_template.jinja" in said
+    assert "the prompt of task 'train 0':" in said and "chat_template.jinja, line 1:" in said

@@ -76,8 +76,7 @@ class ChatRenderer:
         )
         self.keeps_history = section.history == "append"
         self.traits = traits_of(self.template, self.control)
-        ends = set() if self.traits.end_id is None else {self.traits.end_id}
-        self.stop_ids = files.end_ids | ends
+        self.stop_ids = files.end_ids | {self.traits.end_id}
         self.tools: tuple[Tool, ...] = tuple(getattr(suite, "tools", ()))
         self._format_name = self._choose_format(section.tool_format)
         self._format = TOOL_FORMATS[self._format_name]
