@@ -161,7 +161,7 @@ def test_the_memory_plan_has_room_for_the_second_model(monkeypatch: pytest.Monke
     config = resolve(configured(reference_policy="initial", options=KL))
     mesh = runtime.make_learner_mesh(config, MODEL)
     for scored_by in (None, MODEL):
-        runtime._make_programs(config, MODEL, scored_by, mesh)
+        runtime._make_programs(config, MODEL, scored_by, mesh, init_params(MODEL, 0))
     parts = device_bytes(MODEL, config.serving, config.model.max_context)
     assert reserved[1] - reserved[0] == parts["weights"] + parts["slots"] > 0
 
@@ -178,7 +178,7 @@ def test_a_policy_that_cannot_be_read_is_refused_before_anything_compiles(
     other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """As when the copy of a work directory has not ended."""
-    monkeypatch.setattr(runtime, "word_tokenizer", lambda _: word_tokenizer(WORDS))
+    monkeypatch.setattr(runtime, "make_tokenizer", lambda *_: word_tokenizer(WORDS))
     workdir = WorkDirectory(tmp_path / "run")
     with pytest.raises(ConfigError, match=r"opd\.teacher names a run whose newest .* cannot be"):
         asyncio.run(build(resolve(configured(opd_teacher=str(other))), workdir, print))

@@ -18,7 +18,7 @@ from absl import app, flags
 from thundersync_jax.command_line import run_main
 from thundersync_jax.config import RunConfig, from_dict
 from thundersync_jax.errors import ConfigError
-from thundersync_jax.rollout.chat import BOS, EOS, Tokenizer, word_tokenizer
+from thundersync_jax.rollout.chat import BOS, EOS, Tokenizer
 from thundersync_jax.saved_policy import FRESH, load_policy, newest_step
 from thundersync_jax.workdir import WorkDirectory
 
@@ -46,19 +46,22 @@ def export(workdir: WorkDirectory, to: Path, *, step: int | None, dtype: str) ->
     """Writes the policy after `step` steps, or the newest, to `to`; returns its step."""
     import jax
 
+    from thundersync_jax.initial_policy import make_model, make_tokenizer
     from thundersync_jax.model.export_hf import export_hugging_face
-    from thundersync_jax.runtime import load_suite, make_model
+    from thundersync_jax.runtime import load_suite
 
     config = _config_of(workdir)
     jax.config.update("jax_enable_x64", config.model.dtype == "float64")
-    tokenizer = word_tokenizer(load_suite(config.env).vocabulary)
-    model = make_model(config, tokenizer)
+    tokenizer = make_tokenizer(config.model, load_suite(config.env).vocabulary)
+    model = make_model(config.model, tokenizer)
     saved = newest_step(workdir.checkpoints) if step is None else step
     if step is None and saved == FRESH:
         raise ConfigError(f"{workdir.checkpoints} holds no checkpoint: train the run first")
     params, _ = load_policy(config, model, workdir, saved)
-    export_hugging_face(model, params, to, dtype=dtype)
-    _write_tokenizer(tokenizer, to, config.model.max_context)
+    source = Path(config.model.checkpoint) if config.model.checkpoint else None
+    export_hugging_face(model, params, to, dtype=dtype, source=source)
+    if source is None:
+        write_tokenizer(tokenizer, to, config.model.max_context)
     return saved
 
 
@@ -72,8 +75,12 @@ def _config_of(workdir: WorkDirectory) -> RunConfig:
         ) from error
 
 
-def _write_tokenizer(tokenizer: Tokenizer, to: Path, max_context: int) -> None:
-    (to / "tokenizer.json").write_text(tokenizer.backend.to_str(), encoding="utf-8")
+def write_tokenizer(tokenizer: Tokenizer, to: Path, max_context: int) -> None:
+    """Writes a word tokenizer, with as many ids as its model has."""
+    content = json.loads(tokenizer.backend.to_str())
+    words = content["model"]["vocab"]
+    content["model"]["vocab"] = {w: i for w, i in words.items() if i < tokenizer.vocab_size}
+    (to / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
     settings: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": BOS,

@@ -14,12 +14,16 @@ from typing import Any
 
 from thundersync_jax.config import RunConfig, from_dict
 from thundersync_jax.config_reference import INITIAL
+from thundersync_jax.config_sections import ModelSection
 from thundersync_jax.errors import ConfigError, check
+from thundersync_jax.initial_policy import make_model
 from thundersync_jax.learner.checkpoint import CheckpointError
 from thundersync_jax.losses.objective import Objective
-from thundersync_jax.model.presets import ModelError, TransformerConfig, preset
+from thundersync_jax.model.import_hf import is_hugging_face
+from thundersync_jax.model.presets import ModelError, TransformerConfig
 from thundersync_jax.model.transformer import Params
-from thundersync_jax.rollout.chat import Tokenizer
+from thundersync_jax.rollout.chat import Tokenizer, TokenizerError
+from thundersync_jax.rollout.tokenizer_files import read_tokenizer_files
 from thundersync_jax.saved_policy import FRESH, initial_policy, newest_step, read_policy
 from thundersync_jax.trajectory_log import step_path
 from thundersync_jax.workdir import WorkDirectory
@@ -33,12 +37,13 @@ class FrozenPolicy:
 
     Attributes:
       key: of the configuration that names it.
-      source: the run whose newest checkpoint it is, or the seed of its parameters.
+      source: the run whose newest checkpoint it is, the Hugging Face directory, or the seed of its
+        parameters.
     """
 
     key: str
     model: TransformerConfig
-    source: WorkDirectory | int
+    source: WorkDirectory | Path | int
 
 
 def find_frozen_policy(
@@ -61,11 +66,15 @@ def find_frozen_policy(
     _check_roles(config, objective)
     if config.reference.policy == INITIAL:
         _check_start(workdir)
-        return FrozenPolicy(key="reference.policy", model=model, source=config.run.seed)
+        start = Path(config.model.checkpoint) if config.model.checkpoint else config.run.seed
+        return FrozenPolicy(key="reference.policy", model=model, source=start)
     name = config.opd.teacher or config.reference.policy
     if not name:
         return None
     key = "opd.teacher" if config.opd.teacher else "reference.policy"
+    if is_hugging_face(Path(name)):
+        found = _imported(key, name, config.model, tokenizer)
+        return FrozenPolicy(key=key, model=found, source=Path(name))
     source = WorkDirectory(Path(name))
     if source.root.resolve() == workdir.root.resolve():
         raise ConfigError(
@@ -93,9 +102,13 @@ def check_weights(policy: FrozenPolicy) -> None:
 
 def load_weights(policy: FrozenPolicy) -> Params:
     """Its parameters, on the first device. Raises ConfigError when they cannot be read."""
-    if isinstance(policy.source, int):
-        return initial_policy(policy.model, policy.source)
-    checkpoints = policy.source.checkpoints
+    match policy.source:
+        case int(seed):
+            return initial_policy(policy.model, "", seed)
+        case Path() as directory:
+            return initial_policy(policy.model, str(directory), 0)
+        case WorkDirectory(checkpoints=checkpoints):
+            pass
     try:
         return read_policy(policy.model, checkpoints, newest_step(checkpoints))[0]
     except CheckpointError as error:
@@ -168,16 +181,32 @@ def _model_of(key: str, source: WorkDirectory, tokenizer: Tokenizer) -> Transfor
             f"{name}: expected the work directory of a run that has saved, with a config.json "
             f"({type(error).__name__}: {error})"
         ) from error
+    _check_tokenizer(name, fingerprint, tokenizer)
+    if newest_step(source.checkpoints) == FRESH:
+        raise ConfigError(f"{name} has no checkpoints: train it first")
+    try:
+        return make_model(model, tokenizer)
+    except ModelError as error:
+        raise ConfigError(f"{name}, in its config.json: {error}") from error
+
+
+def _imported(
+    key: str, root: str, section: ModelSection, tokenizer: Tokenizer
+) -> TransformerConfig:
+    """The shapes of a Hugging Face directory's policy, which computes as the run's does."""
+    name = f"config.{key} = {root!r}"
+    try:
+        _check_tokenizer(name, read_tokenizer_files(Path(root)).tokenizer.fingerprint, tokenizer)
+        theirs = dataclasses.replace(section, checkpoint=root, preset="", vocab_size=0)
+        return make_model(theirs, tokenizer)
+    except (ModelError, TokenizerError) as error:
+        raise ConfigError(f"{name}: {error}") from error
+
+
+def _check_tokenizer(name: str, fingerprint: str, tokenizer: Tokenizer) -> None:
     if fingerprint != tokenizer.fingerprint:
         raise ConfigError(
             f"{name} has a tokenizer of fingerprint {fingerprint} and this run's is "
             f"{tokenizer.fingerprint}: their ids mean different tokens, so its scores would be of "
-            "other texts. Take a policy that was trained with the same environment's vocabulary"
+            "other texts. Take a policy that was trained with the same vocabulary"
         )
-    if newest_step(source.checkpoints) == FRESH:
-        raise ConfigError(f"{name} has no checkpoints: train it first")
-    vocab_size = model.vocab_size or tokenizer.vocab_size
-    try:
-        return preset(model.preset, vocab_size=vocab_size, dtype=model.dtype)
-    except ModelError as error:
-        raise ConfigError(f"{name}, in its config.json: {error}") from error

@@ -54,10 +54,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def imitate(config: RunConfig, workdir: WorkDirectory) -> None:
-    """Trains from the seed's parameters to `run.num_steps`, unless a checkpoint is there."""
+    """Trains from the initial parameters to `run.num_steps`, unless a checkpoint is there."""
+    from thundersync_jax.initial_policy import make_model, make_tokenizer
     from thundersync_jax.learner.checkpoint import Checkpointer, RunPosition
-    from thundersync_jax.rollout.chat import word_tokenizer
-    from thundersync_jax.runtime import load_split, load_suite, make_model
+    from thundersync_jax.runtime import load_split, load_suite
 
     suite = load_suite(config.env)
     demonstrate = getattr(suite, "demonstration", None)
@@ -66,14 +66,14 @@ def imitate(config: RunConfig, workdir: WorkDirectory) -> None:
             f"{config.env.factory} has no demonstrations: its suite needs a method "
             "demonstration(task, seed), see envs/file_probe.py"
         )
-    tokenizer = word_tokenizer(suite.vocabulary)
+    tokenizer = make_tokenizer(config.model, suite.vocabulary)
     checkpoints = Checkpointer(workdir.checkpoints, keep_last=config.checkpoint.keep_last)
     try:
         if checkpoints.latest() is not None:
             print(f"{workdir.root} holds a checkpoint already: nothing to do")
             return
         tasks = load_split(config, suite, workdir, config.data.train_split)
-        learner = _make_learner(config, make_model(config, tokenizer))
+        learner = _make_learner(config, make_model(config.model, tokenizer))
         size = config.run.groups_per_step * config.run.group_size
         for step in range(config.run.num_steps):
             for number in range(size):
@@ -96,8 +96,8 @@ def _make_learner(config: RunConfig, model: TransformerConfig) -> Distiller:
     """A distiller whose samples have log-probability -1 and whose teacher gives 0: then every token
     has weight log q - log b = 1, and the gradient is that of the log-likelihood.
     """
+    from thundersync_jax.initial_policy import initial_params
     from thundersync_jax.learner.distiller import Distiller
-    from thundersync_jax.model.sharded import init_on_mesh
     from thundersync_jax.runtime import make_learner_mesh
 
     mesh = make_learner_mesh(config, model)
@@ -106,7 +106,7 @@ def _make_learner(config: RunConfig, model: TransformerConfig) -> Distiller:
         OpdSection(stream_turns="never"),
         config.optimizer,
         model,
-        init_on_mesh(model, config.run.seed, mesh),
+        initial_params(model, config.model.checkpoint, config.run.seed, mesh),
         mesh=mesh,
         logprob_chunk=config.model.logprob_chunk,
     )

@@ -21,9 +21,10 @@ from thundersync_jax.config_sampling import SamplingSection
 from thundersync_jax.config_sections import EnvSection
 from thundersync_jax.envs.base import EnvironmentSuite
 from thundersync_jax.envs.data import load_tasks
-from thundersync_jax.errors import ConfigError, check
+from thundersync_jax.errors import ConfigError
 from thundersync_jax.factory import call_factory, import_factory
 from thundersync_jax.frozen_policy import FrozenPolicy, check_weights, find_frozen_policy
+from thundersync_jax.initial_policy import initial_params, make_model, make_tokenizer
 from thundersync_jax.learner.compilation import compile_apart
 from thundersync_jax.learner.distiller import Distiller
 from thundersync_jax.learner.groups import LearnerError
@@ -32,10 +33,11 @@ from thundersync_jax.learner.reduction import REDUCTIONS
 from thundersync_jax.losses.objective import Objective
 from thundersync_jax.losses.objective_check import check_turns
 from thundersync_jax.losses.objectives import make_objective
-from thundersync_jax.model.presets import TransformerConfig, preset
+from thundersync_jax.model.presets import TransformerConfig
 from thundersync_jax.model.sharded import check_mesh, init_on_mesh
+from thundersync_jax.model.transformer import Params
 from thundersync_jax.rollout.agent import derive_seed
-from thundersync_jax.rollout.chat import Tokenizer, TokenizerError, word_tokenizer
+from thundersync_jax.rollout.chat import Tokenizer, TokenizerError
 from thundersync_jax.rollout.rollout import RolloutRunner
 from thundersync_jax.rollout.scoring import TurnListener
 from thundersync_jax.sandbox.base import SandboxPool
@@ -111,8 +113,8 @@ async def build(
         check_turns(objective)
     _check_step(config, objective)
     suite = load_suite(config.env)
-    tokenizer = word_tokenizer(suite.vocabulary)
-    model = make_model(config, tokenizer)
+    tokenizer = make_tokenizer(config.model, suite.vocabulary)
+    model = make_model(config.model, tokenizer)
     frozen = find_frozen_policy(
         config, objective=objective, model=model, tokenizer=tokenizer, workdir=workdir
     )
@@ -133,7 +135,8 @@ async def build(
     announce("compiling; the work directory keeps the programs")
     scored_by = None if frozen is None else frozen.model
     await asyncio.to_thread(compile_apart, warm_up, config, model, scored_by)
-    engine, learner, scorer = _make_programs(config, model, scored_by, mesh)
+    params = initial_params(model, config.model.checkpoint, config.run.seed, mesh)
+    engine, learner, scorer = _make_programs(config, model, scored_by, mesh, params)
     return Runtime(
         config=config,
         workdir=workdir,
@@ -156,7 +159,8 @@ def warm_up(
 ) -> None:
     """Compiles the programs of a run, and nothing else of it."""
     mesh = make_learner_mesh(config, model)
-    engine, learner, scorer = _make_programs(config, model, scored_by, mesh)
+    params = init_on_mesh(model, config.run.seed, mesh)  # as good as any
+    engine, learner, scorer = _make_programs(config, model, scored_by, mesh, params)
     learner.warm_up()
     engine.warm_up()
     if scorer is not None:
@@ -169,25 +173,6 @@ def load_suite(env: EnvSection) -> EnvironmentSuite:
     return call_factory(factory, env.factory, env.options, "env.options")
 
 
-def make_model(config: RunConfig, tokenizer: Tokenizer) -> TransformerConfig:
-    """The configured preset, with the tokenizer's vocabulary where none is given."""
-    section = config.model
-    model = preset(
-        section.preset,
-        vocab_size=section.vocab_size or tokenizer.vocab_size,
-        dtype=section.dtype,
-        remat=section.remat,
-    )
-    check(
-        model.vocab_size >= tokenizer.vocab_size,
-        "model.vocab_size",
-        model.vocab_size,
-        f"at least the {tokenizer.vocab_size} words of the environment's vocabulary",
-        "0 takes just these.",
-    )
-    return model
-
-
 def make_learner_mesh(config: RunConfig, model: TransformerConfig) -> Mesh:
     """The configured mesh over the first devices; MeshError when it cannot hold the model."""
     data, fsdp, tensor = config.learner.mesh
@@ -198,7 +183,11 @@ def make_learner_mesh(config: RunConfig, model: TransformerConfig) -> Mesh:
 
 
 def _make_programs(
-    config: RunConfig, model: TransformerConfig, scored_by: TransformerConfig | None, mesh: Mesh
+    config: RunConfig,
+    model: TransformerConfig,
+    scored_by: TransformerConfig | None,
+    mesh: Mesh,
+    params: Params,
 ) -> tuple[PolicyEngine, Learner | Distiller, Scorer | None]:
     serving, max_context = config.serving, config.model.max_context
     engine = PolicyEngine(model, serving, max_context)
@@ -220,7 +209,7 @@ def _make_programs(
     learner = make(
         config.optimizer,
         model,
-        init_on_mesh(model, config.run.seed, mesh),
+        params,
         mesh=mesh,
         temperature=config.sampling.temperature,
         logprob_chunk=config.model.logprob_chunk,

@@ -30,18 +30,19 @@ def load_policy(
       CheckpointError: there is no such checkpoint, or it cannot be read.
     """
     if step == FRESH:
-        return initial_policy(model, config.run.seed), 0
+        return initial_policy(model, config.model.checkpoint, config.run.seed), 0
     return read_policy(model, workdir.checkpoints, step)
 
 
-def initial_policy(model: TransformerConfig, seed: int) -> Params:
-    """The parameters that a run of this seed begins with, on the first device."""
+def initial_policy(model: TransformerConfig, checkpoint: str, seed: int) -> Params:
+    """The parameters that a run begins with, on the first device: as `initial_params`."""
     import jax  # here and below: the supervisor of `serve` has none
 
-    from thundersync_jax.model.sharded import init_on_mesh
+    from thundersync_jax.initial_policy import initial_params
     from thundersync_jax.sharding import MeshShape, make_mesh
 
-    return init_on_mesh(model, seed, make_mesh(MeshShape(), jax.devices()[:1]))
+    mesh = make_mesh(MeshShape(), jax.devices()[:1])
+    return initial_params(model, checkpoint, seed, mesh)
 
 
 def read_policy(model: TransformerConfig, checkpoints: Path, step: int) -> tuple[Params, int]:

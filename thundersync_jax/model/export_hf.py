@@ -17,7 +17,8 @@ from thundersync_jax.model.presets import TransformerConfig
 from thundersync_jax.model.transformer import Params, logical_axes
 
 # Goes along from the directory that was imported; the rest follows from the parameters.
-_KEPT = (
+_KEPT_ENTRIES = ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
+_KEPT_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -40,7 +41,7 @@ def export_hugging_face(
     Args:
       params: on devices of this host, in any float dtype.
       dtype: of the files.
-      source: a Hugging Face directory whose tokenizer goes along.
+      source: the Hugging Face directory that was imported, whose tokenizer goes along.
       max_file_bytes: of a file, and of the host's memory that this takes.
     """
     root.mkdir(parents=True, exist_ok=True)
@@ -62,10 +63,12 @@ def export_hugging_face(
     }
     (root / INDEX).write_text(json.dumps(index, indent=1))
     text = {**write_config(config), "torch_dtype": dtype}
-    (root / "config.json").write_text(json.dumps(text, indent=1))
     if source is not None:
-        for name in filter(lambda name: (source / name).exists(), _KEPT):
+        entries = json.loads((source / "config.json").read_text(encoding="utf-8"))
+        text |= {key: entries[key] for key in _KEPT_ENTRIES if key in entries}
+        for name in filter(lambda name: (source / name).exists(), _KEPT_FILES):
             shutil.copy(source / name, root / name)
+    (root / "config.json").write_text(json.dumps(text, indent=1))
 
 
 def _names(config: TransformerConfig) -> Iterator[tuple[str, Tensor, int | None]]:

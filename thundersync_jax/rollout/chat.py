@@ -13,6 +13,7 @@ import collections
 import dataclasses
 import functools
 import hashlib
+import itertools
 from collections.abc import Sequence
 
 from tokenizers import Regex, decoders, models, pre_tokenizers
@@ -36,17 +37,20 @@ class Tokenizer:
     Attributes:
       backend: what splits and looks up.
       vocab_size: ids are 0 to vocab_size - 1.
-      bos_id: opens a prompt.
+      bos_id: opens a prompt; None where nothing does.
       eos_id: ends a turn.
       unknown_id: the id by which `backend` says that it does not know a text; None when it knows
         all.
+      unused_text: what an id beyond the vocabulary is in a text, for models whose vocabulary is
+        padded; None refuses such ids.
     """
 
     backend: TokenizersBackend
     vocab_size: int
-    bos_id: int
+    bos_id: int | None
     eos_id: int
     unknown_id: int | None = None
+    unused_text: str | None = None
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -69,13 +73,20 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of `token_ids`, control tokens included."""
         outside = [i for i in token_ids if not 0 <= i < self.vocab_size]
-        if outside:
+        if outside and self.unused_text is None:
             raise TokenizerError(
                 f"token ids {outside[:4]} are not below vocab_size = {self.vocab_size}: "
                 "the model's vocabulary is larger than its tokenizer's. Set "
                 f"config.model.vocab_size to 0 or {self.vocab_size}"
             )
-        return self.backend.decode(list(token_ids), skip_special_tokens=False)
+        return "".join(
+            self.backend.decode(list(run), skip_special_tokens=False)
+            if is_known
+            else str(self.unused_text) * len(list(run))
+            for is_known, run in itertools.groupby(
+                token_ids, key=lambda token_id: 0 <= token_id < self.vocab_size
+            )
+        )
 
 
 def word_tokenizer(vocabulary: Sequence[str]) -> Tokenizer:

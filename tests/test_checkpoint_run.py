@@ -1,0 +1,166 @@
+"""A run from a Hugging Face directory: it begins with those weights, and everything that knows runs
+knows it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import small_run
+from ml_collections import ConfigDict
+from model_reference import random_params
+from test_hugging_face import everywhere
+
+from thundersync_jax.config import resolve
+from thundersync_jax.config_sections import ModelSection
+from thundersync_jax.envs.file_probe import file_probe
+from thundersync_jax.errors import ConfigError
+from thundersync_jax.export import write_tokenizer
+from thundersync_jax.frozen_policy import FrozenPolicy, find_frozen_policy, load_weights
+from thundersync_jax.initial_policy import initial_params, make_model, make_tokenizer
+from thundersync_jax.losses.objectives import make_objective
+from thundersync_jax.metrics import read_jsonl
+from thundersync_jax.model.export_hf import export_hugging_face
+from thundersync_jax.model.import_hf import HuggingFaceDirectory
+from thundersync_jax.model.presets import preset
+from thundersync_jax.rollout.chat import Tokenizer, word_tokenizer
+from thundersync_jax.saved_policy import load_policy, newest_step
+from thundersync_jax.sharding import MeshShape, make_mesh
+from thundersync_jax.workdir import WorkDirectory
+
+TESTS = Path(__file__).parent
+OPTIONS = small_run.get_config().env.options.to_dict()
+TOKENIZER = word_tokenizer(file_probe(**OPTIONS).vocabulary)
+MODEL = dataclasses.replace(preset("micro", vocab_size=TOKENIZER.vocab_size), use_qk_norm=True)
+PARAMS = random_params(MODEL, 7)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    root = tmp_path / "checkpoint"
+    export_hugging_face(MODEL, PARAMS, root, dtype="float32")
+    write_tokenizer(TOKENIZER, root, 64)
+    return root
+
+
+def edit(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def run(main: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", f"thundersync_jax.{main}", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=TESTS)
+
+
+def assert_equal(got: Any, want: Any) -> None:
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_a_run_begins_with_the_checkpoint_resumes_and_is_exported(checkpoint: Path, tmp_path: Path):
+    workdir = WorkDirectory(tmp_path / "run")
+    workdir.root.mkdir()
+    workdir.compile_cache.symlink_to(jax.config.jax_compilation_cache_dir)
+    arguments = (
+        f"--config={TESTS / 'small_run.py'}",
+        f"--workdir={workdir.root}",
+        f"--config.model.checkpoint={checkpoint}",
+        "--config.checkpoint.every_steps=1",
+    )
+    for num_steps in (1, 2):
+        done = run("train", *arguments, f"--config.run.num_steps={num_steps}")
+        assert done.returncode == 0, done.stderr
+    assert "resumed from the checkpoint of step 1" in done.stdout + done.stderr
+    lines = list(read_jsonl(workdir.metrics))
+    assert [line["step"] for line in lines] == [0, 1]
+    assert all(line["num_failed"] == 0 for line in lines)
+    saved = json.loads(workdir.config.read_text())
+    assert (
+        saved["tokenizer"]
+        == make_tokenizer(ModelSection(checkpoint=str(checkpoint)), ()).fingerprint
+    )
+
+    to = tmp_path / "exported"
+    done = run("export", f"--workdir={workdir.root}", f"--to={to}", "--dtype=float32")
+    assert done.returncode == 0, done.stderr
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (to / name).read_bytes() == (checkpoint / name).read_bytes()
+    with HuggingFaceDirectory(to) as directory:
+        exported = directory.load(directory.config, everywhere(directory.config))
+    newest = newest_step(workdir.checkpoints)
+    config = resolve(small_run.get_config())
+    assert_equal(load_policy(config, MODEL, workdir, newest)[0], exported)
+
+
+def test_the_first_parameters_are_the_checkpoints(checkpoint: Path):
+    mesh = make_mesh(MeshShape(), jax.devices()[:1])
+    assert_equal(initial_params(MODEL, str(checkpoint), 3, mesh), PARAMS)
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"preset": "micro"}, r"contradict: preset = 'micro' \(expected ''\)"),
+        ({"vocab_size": 8}, r"contradict: vocab_size = 8 \(expected 0 or 9\)"),
+        ({"max_context": 65}, r"contradict: max_context = 65 \(expected at most 64\)"),
+    ],
+)
+def test_options_that_contradict_the_checkpoint_are_refused(
+    section: dict[str, Any], message: str, checkpoint: Path
+):
+    edit(checkpoint / "config.json", max_position_embeddings=64)
+    with pytest.raises(ConfigError, match=message):
+        make_model(ModelSection(checkpoint=str(checkpoint), **section), TOKENIZER)
+    same = ModelSection(checkpoint=str(checkpoint), vocab_size=9, max_context=64, dtype="bfloat16")
+    assert make_model(same, TOKENIZER) == dataclasses.replace(MODEL, dtype="bfloat16")
+
+
+@pytest.mark.parametrize("unused", [-1, 1024])
+def test_vocabularies_of_different_sizes_are_refused_with_both(unused: int, checkpoint: Path):
+    num_words = MODEL.vocab_size
+    model = dataclasses.replace(MODEL, vocab_size=num_words + unused)
+    export_hugging_face(model, random_params(model), checkpoint)
+    section = ModelSection(checkpoint=str(checkpoint))
+    sizes = rf"of {num_words + unused} and its tokenizer\.json one of {num_words}: expected"
+    with pytest.raises(ConfigError, match=sizes):
+        make_model(section, make_tokenizer(section, ()))
+
+
+def test_a_hugging_face_directory_is_a_frozen_policy(checkpoint: Path, tmp_path: Path):
+    """As a teacher, as a reference, and as what a run starts from."""
+    tokenizer = make_tokenizer(ModelSection(checkpoint=str(checkpoint)), ())
+    config = small_run.get_config()
+    config.opd.teacher = str(checkpoint)
+    found = find_frozen(config, tmp_path, tokenizer)
+    assert found.source == checkpoint and found.model == MODEL
+    assert_equal(load_weights(found), PARAMS)
+    config = small_run.get_config()
+    config.learner.objective_options = {"kl_coefficient": 0.1}
+    config.model.checkpoint = str(checkpoint)
+    for name in (str(checkpoint), "initial"):
+        config.reference.policy = name
+        assert_equal(load_weights(find_frozen(config, tmp_path, tokenizer)), PARAMS)
+    edit(checkpoint / "tokenizer_config.json", eos_token="<bos>")
+    with pytest.raises(ConfigError, match=r"reference\.policy = .*ids mean different tokens"):
+        config.reference.policy = str(checkpoint)
+        find_frozen(config, tmp_path, tokenizer)
+
+
+def find_frozen(config: ConfigDict, workdir: Path, tokenizer: Tokenizer) -> FrozenPolicy:
+    frozen = resolve(config)
+    found = find_frozen_policy(
+        frozen,
+        objective=make_objective(frozen.learner.objective, frozen.learner.objective_options),
+        model=MODEL,
+        tokenizer=tokenizer,
+        workdir=WorkDirectory(workdir),
+    )
+    assert found is not None
+    return found

@@ -1,0 +1,106 @@
+"""The policy that a run begins with: its tokenizer, its shapes and its parameters.
+
+They come from `model.checkpoint`, a Hugging Face directory, or else from `model.preset`, `run.seed`
+and the environment's vocabulary. Shared by the mains.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+from jax.sharding import Mesh
+
+from thundersync_jax.config_sections import ModelSection
+from thundersync_jax.errors import ConfigError, check
+from thundersync_jax.model.import_hf import HuggingFaceDirectory
+from thundersync_jax.model.presets import TransformerConfig, param_dtype_of, preset
+from thundersync_jax.model.sharded import init_on_mesh, master_shardings
+from thundersync_jax.model.transformer import Params
+from thundersync_jax.rollout.chat import Tokenizer, word_tokenizer
+from thundersync_jax.rollout.tokenizer_files import read_tokenizer_files
+
+DEFAULT_PRESET = "tiny"
+# Rows of an embedding without a token: sizes are rounded up to what divides well.
+MAX_UNUSED_IDS = 1023
+
+
+def make_tokenizer(section: ModelSection, vocabulary: Sequence[str]) -> Tokenizer:
+    """The checkpoint's, or one of an environment's words."""
+    if section.checkpoint:
+        return read_tokenizer_files(Path(section.checkpoint)).tokenizer
+    return word_tokenizer(vocabulary)
+
+
+def make_model(section: ModelSection, tokenizer: Tokenizer) -> TransformerConfig:
+    """The shapes of the checkpoint or the preset, with room for every token.
+
+    Raises:
+      ConfigError: the section contradicts the checkpoint, or its vocabulary the tokenizer's.
+      ModelError: there is no such checkpoint or preset, or it is not one of a model.
+    """
+    if section.checkpoint:
+        return _checkpoint_model(section, tokenizer)
+    model = preset(
+        section.preset or DEFAULT_PRESET,
+        vocab_size=section.vocab_size or tokenizer.vocab_size,
+        dtype=section.dtype,
+        remat=section.remat,
+    )
+    check(
+        model.vocab_size >= tokenizer.vocab_size,
+        "model.vocab_size",
+        model.vocab_size,
+        f"at least the {tokenizer.vocab_size} words of the environment's vocabulary",
+        "0 takes just these.",
+    )
+    return model
+
+
+def initial_params(model: TransformerConfig, checkpoint: str, seed: int, mesh: Mesh) -> Params:
+    """The parameters of the checkpoint, or where it is "" of the seed; as the optimizer's copy
+    lies.
+    """
+    if not checkpoint:
+        return init_on_mesh(model, seed, mesh)
+    with HuggingFaceDirectory(Path(checkpoint)) as directory:
+        return directory.load(model, master_shardings(model, mesh))
+
+
+def _checkpoint_model(section: ModelSection, tokenizer: Tokenizer) -> TransformerConfig:
+    with HuggingFaceDirectory(Path(section.checkpoint)) as directory:
+        model = dataclasses.replace(
+            directory.config,
+            dtype=section.dtype,
+            param_dtype=param_dtype_of(section.dtype),
+            remat=section.remat,
+        )
+        directory.check(model)
+        _check_options(section, model, directory.max_context)
+    unused = model.vocab_size - tokenizer.vocab_size
+    if not 0 <= unused <= MAX_UNUSED_IDS:
+        raise ConfigError(
+            f"config.model.checkpoint = {section.checkpoint!r}: its config.json has a vocabulary "
+            f"of {model.vocab_size} and its tokenizer.json one of {tokenizer.vocab_size}: expected "
+            f"as many or up to {MAX_UNUSED_IDS} more. Copy both from the same model"
+        )
+    return model
+
+
+def _check_options(
+    section: ModelSection, model: TransformerConfig, max_context: int | None
+) -> None:
+    """Options that shape a model say what the checkpoint says, or nothing."""
+    wrong = []
+    if section.preset:
+        wrong.append(f"preset = {section.preset!r} (expected '')")
+    if section.vocab_size not in (0, model.vocab_size):
+        wrong.append(f"vocab_size = {section.vocab_size} (expected 0 or {model.vocab_size})")
+    if max_context is not None and section.max_context > max_context:
+        wrong.append(f"max_context = {section.max_context} (expected at most {max_context})")
+    if wrong:
+        raise ConfigError(
+            f"config.model.checkpoint = {section.checkpoint!r} has the shapes of its config.json, "
+            f"which these options of config.model contradict: {', '.join(wrong)}"
+        )
