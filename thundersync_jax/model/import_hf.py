@@ -66,14 +66,15 @@ class Parameter:
         return tuple(math.prod(self.sizes[a] for a in group) for group in self.tensor.dims)
 
 
-def parameters(config: TransformerConfig) -> list[Parameter]:
+@functools.lru_cache(maxsize=8)  # tracing a model takes longer than reading a small one
+def parameters(config: TransformerConfig) -> tuple[Parameter, ...]:
     """All of a model, the largest first."""
     shapes, axes = abstract_params(config), logical_axes(config)
     found = [
         Parameter(tensor=t, like=at_path(shapes, t.path), axes=at_path(axes, t.path))
         for t in tensors(config)
     ]
-    return sorted(found, key=lambda parameter: -parameter.like.size)
+    return tuple(sorted(found, key=lambda parameter: -parameter.like.size))
 
 
 class HuggingFaceDirectory:
@@ -131,17 +132,19 @@ class HuggingFaceDirectory:
         """A piece of a parameter, by its index in the whole."""
         shape = parameter.like.shape
         whole = [slice(*part.indices(size)) for part, size in zip(index, shape, strict=True)]
-        piece = _aligned_empty([part.stop - part.start for part in whole], parameter.like.dtype)
+        piece = _aligned_empty([_length(part) for part in whole], parameter.like.dtype)
         parts = dict(zip(parameter.axes, whole, strict=True))
         layers = parts.pop("layers", slice(0, 1))
-        own_axes = tuple(parts)
-        pieces = piece if "layers" in parameter.axes else piece[None]
+        order = [list(parts).index(axis) for axis in parameter.tensor.axes]
+        slowest = parameter.tensor.axes[0]
         jobs: list[concurrent.futures.Future[None]] = []
-        for layer, out in zip(range(layers.start, layers.stop), pieces, strict=True):
+        for number, layer in enumerate(range(layers.start, layers.stop)):
             stored = self._stored[parameter.tensor.name.format(layer)]
-            turned = out.transpose([own_axes.index(axis) for axis in parameter.tensor.axes])
-            for strip in _strips(parameter, parts, stored.row_bytes):
-                jobs.append(threads.submit(_copy, stored, parameter, strip, turned, parts))
+            out = (piece[number] if "layers" in parameter.axes else piece).transpose(order)
+            for strip in _strips(parameter, parts[slowest], stored.row_bytes):
+                rows = slice(strip.start - parts[slowest].start, strip.stop - parts[slowest].start)
+                job = threads.submit(_copy, stored, parameter, {**parts, slowest: strip}, out[rows])
+                jobs.append(job)
         for job in jobs:
             job.result()
         return piece
@@ -191,35 +194,27 @@ class HuggingFaceDirectory:
             ) from error
 
 
-def _strips(parameter: Parameter, parts: Mapping[str, slice], row_bytes: int) -> Iterator[slice]:
-    """Of a piece, along the slowest axis of its tensor."""
-    slowest, *others = parameter.tensor.dims[0]
+def _strips(parameter: Parameter, part: slice, row_bytes: int) -> Iterator[slice]:
+    """Of a part of the slowest axis of a tensor."""
+    others = parameter.tensor.dims[0][1:]
     step_bytes = row_bytes * math.prod(parameter.sizes[axis] for axis in others)
     step = max(1, _STRIP_BYTES // step_bytes)
-    part = parts[slowest]
     for start in range(part.start, part.stop, step):
         yield slice(start, min(start + step, part.stop))
 
 
 def _copy(
-    stored: StoredTensor,
-    parameter: Parameter,
-    strip: slice,
-    out: np.ndarray,
-    parts: Mapping[str, slice],
+    stored: StoredTensor, parameter: Parameter, parts: Mapping[str, slice], out: np.ndarray
 ) -> None:
-    """Reads a strip of a piece; `out` is the whole piece, its axes in the file's order."""
-    axes, sizes = parameter.tensor.axes, parameter.sizes
-    begin = parts[axes[0]].start
-    parts = {**parts, axes[0]: strip}
-    blocks = [_block(group, parts, sizes) for group in parameter.tensor.dims]
-    rows, columns = (*blocks, slice(0, 1))[:2]
-    read = stored.read(rows, columns)
-    slowest = {group[0] for group in parameter.tensor.dims}
-    lengths = [parts[a].stop - parts[a].start if a in slowest else sizes[a] for a in axes]
-    cut = tuple(slice(None) if axis in slowest else parts[axis] for axis in axes)
-    found = read.reshape(lengths)[cut].astype(out.dtype, copy=False)
-    out[strip.start - begin : strip.stop - begin] = found
+    """Reads the parts of a tensor's axes into `out`, whose axes are in the file's order."""
+    tensor, sizes = parameter.tensor, parameter.sizes
+    rows, columns = ([_block(group, parts, sizes) for group in tensor.dims] + [slice(0, 1)])[:2]
+    # A block is whole over the axes that share a dimension with a slower one; cut out of it now.
+    slowest = {group[0] for group in tensor.dims}
+    lengths = [_length(parts[axis]) if axis in slowest else sizes[axis] for axis in tensor.axes]
+    cut = tuple(slice(None) if axis in slowest else parts[axis] for axis in tensor.axes)
+    found = stored.read(rows, columns).reshape(lengths)[cut]
+    out[...] = found.astype(out.dtype, copy=False)  # then turned: twice as fast as both in one
 
 
 def _block(group: Sequence[str], parts: Mapping[str, slice], sizes: Mapping[str, int]) -> slice:
@@ -227,6 +222,10 @@ def _block(group: Sequence[str], parts: Mapping[str, slice], sizes: Mapping[str,
     slowest, *others = group
     width = math.prod(sizes[axis] for axis in others)
     return slice(parts[slowest].start * width, parts[slowest].stop * width)
+
+
+def _length(part: slice) -> int:
+    return part.stop - part.start
 
 
 def _aligned_empty(shape: Sequence[int], dtype: Any) -> np.ndarray:
