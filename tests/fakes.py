@@ -65,7 +65,8 @@ def rollout(for_key: TrajectoryKey, num_tokens: int = 3) -> Rollout:
 
 
 class FakePolicyClient:
-    """Says the words of `script`, one entry a turn, again and again; cut to the request's budget.
+    """Says the words, or ids, of `script`, one entry a turn, again and again; cut to the request's
+    budget.
 
     Token number i of a session has log-probability -(i + 1) / 100 and every token `policy_version`.
 
@@ -76,14 +77,14 @@ class FakePolicyClient:
 
     def __init__(
         self,
-        script: Sequence[str],
+        script: Sequence[str | tuple[int, ...]],
         *,
         policy_version: int = 0,
         row: int = 10_000,
         hang: bool = False,
         error: str = "",
     ) -> None:
-        self._script = [ids(words) for words in script]
+        self._script = [ids(said) if isinstance(said, str) else said for said in script]
         self._policy_version = policy_version
         self._row = row
         self._hang = hang

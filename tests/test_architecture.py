@@ -5,6 +5,8 @@ small.
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,9 +16,9 @@ FILES = sorted(ROOT.rglob("*.py"))
 
 LAYERS = {
     0: {
-        "errors", "factory", "host_memory", "trajectory", "config", "config_learner", "config_opd",
-        "config_reference", "config_sections", "config_serving", "config_sampling", "metrics",
-        "trajectory_log", "workdir", "command_line",
+        "errors", "factory", "host_memory", "trajectory", "config", "config_chat", "config_learner",
+        "config_opd", "config_reference", "config_sections", "config_serving", "config_sampling",
+        "metrics", "trajectory_log", "workdir", "command_line",
     },
     1: {"sharding", "hlo", "topology", "model", "losses", "transport"},
     2: {
@@ -108,3 +110,15 @@ def test_files_and_functions_stay_small(path: Path):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
             assert length <= 60, f"{path}: {node.name} has {length} lines"
+
+
+def test_a_run_does_not_wait_for_what_it_does_not_use():
+    """Pallas is for TPUs, tensorflow_datasets for runs with a data set: seconds of importing."""
+    script = (
+        "import sys, thundersync_jax.runtime, thundersync_jax.trainer\n"
+        "print({'jax.experimental.pallas', 'tensorflow_datasets', 'torch'} & set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout == "set()\n", done.stdout + done.stderr

@@ -15,7 +15,8 @@ from thundersync_jax.model.attention import Packed, attend, packed_mask
 from thundersync_jax.model.embedding import look_up
 from thundersync_jax.model.kv_cache import KeysValues
 from thundersync_jax.model.presets import ModelError, TransformerConfig
-from thundersync_jax.model.splash import MAX_LENGTH, splash, visible, wants_splash
+from thundersync_jax.model.splash import splash
+from thundersync_jax.model.visible import MAX_LENGTH, visible, wants_splash
 
 CONFIG = TransformerConfig(
     vocab_size=29,

@@ -16,7 +16,7 @@ from sandbox_cases import ends, fresh_mark, is_running, pool
 from thundersync_jax.config_sampling import SamplingSection
 from thundersync_jax.config_sections import RolloutSection
 from thundersync_jax.envs.base import Action, Attempt, Observation
-from thundersync_jax.rollout.chat import word_tokenizer
+from thundersync_jax.rollout.renderer import WordRenderer
 from thundersync_jax.rollout.rollout import RolloutRunner
 from thundersync_jax.sandbox.base import SandboxError
 from thundersync_jax.serving.worker import ServingWorker
@@ -114,7 +114,7 @@ def test_a_rollout_cancelled_anywhere_leaves_no_process_no_row_and_no_slot(backe
             runner = RolloutRunner(
                 client=worker,
                 suite=DaemonSuite(),
-                tokenizer=word_tokenizer(DaemonSuite.vocabulary),
+                renderer=WordRenderer(DaemonSuite()),
                 sandboxes=sandboxes,
                 limits=RolloutSection(max_turns=2, max_turn_tokens=2),
                 sampling=SamplingSection(),

@@ -23,22 +23,24 @@ from thundersync_jax.config import resolve
 from thundersync_jax.config_sections import ModelSection
 from thundersync_jax.envs.file_probe import file_probe
 from thundersync_jax.errors import ConfigError
-from thundersync_jax.export import write_tokenizer
+from thundersync_jax.export import write_words
 from thundersync_jax.frozen_policy import FrozenPolicy, find_frozen_policy, load_weights
-from thundersync_jax.initial_policy import initial_params, make_model, make_tokenizer
+from thundersync_jax.initial_policy import initial_params, make_model
 from thundersync_jax.losses.objectives import make_objective
 from thundersync_jax.metrics import read_jsonl
 from thundersync_jax.model.export_hf import export_hugging_face
 from thundersync_jax.model.import_hf import HuggingFaceDirectory
 from thundersync_jax.model.presets import preset
-from thundersync_jax.rollout.chat import Tokenizer, word_tokenizer
-from thundersync_jax.saved_policy import load_policy, newest_step
+from thundersync_jax.rollout.chat import TokenizerError, word_tokenizer
+from thundersync_jax.runtime import load_renderer
+from thundersync_jax.saved_policy import FRESH, load_policy, newest_step
 from thundersync_jax.sharding import MeshShape, make_mesh
 from thundersync_jax.workdir import WorkDirectory
 
 TESTS = Path(__file__).parent
 OPTIONS = small_run.get_config().env.options.to_dict()
-TOKENIZER = word_tokenizer(file_probe(**OPTIONS).vocabulary)
+WORDS = file_probe(**OPTIONS).vocabulary
+TOKENIZER = word_tokenizer(WORDS)
 MODEL = dataclasses.replace(preset("micro", vocab_size=TOKENIZER.vocab_size), use_qk_norm=True)
 PARAMS = random_params(MODEL, 7)
 
@@ -47,7 +49,7 @@ PARAMS = random_params(MODEL, 7)
 def checkpoint(tmp_path: Path) -> Path:
     root = tmp_path / "checkpoint"
     export_hugging_face(MODEL, PARAMS, root, dtype="float32")
-    write_tokenizer(TOKENIZER, root, 64)
+    write_words(TOKENIZER, root, 64)
     return root
 
 
@@ -82,10 +84,7 @@ def test_a_run_begins_with_the_checkpoint_resumes_and_is_exported(checkpoint: Pa
     assert [line["step"] for line in lines] == [0, 1]
     assert all(line["num_failed"] == 0 for line in lines)
     saved = json.loads(workdir.config.read_text())
-    assert (
-        saved["tokenizer"]
-        == make_tokenizer(ModelSection(checkpoint=str(checkpoint)), ()).fingerprint
-    )
+    assert saved["tokenizer"] == TOKENIZER.fingerprint
 
     to = tmp_path / "exported"
     done = run("export", f"--workdir={workdir.root}", f"--to={to}", "--dtype=float32")
@@ -99,9 +98,40 @@ def test_a_run_begins_with_the_checkpoint_resumes_and_is_exported(checkpoint: Pa
     assert_equal(load_policy(config, MODEL, workdir, newest)[0], exported)
 
 
-def test_the_first_parameters_are_the_checkpoints(checkpoint: Path):
+def test_the_first_parameters_are_the_checkpoints(checkpoint: Path, tmp_path: Path):
+    """As a run trains them, and as `serve` serves them before there is a checkpoint of the run."""
     mesh = make_mesh(MeshShape(), jax.devices()[:1])
     assert_equal(initial_params(MODEL, str(checkpoint), 3, mesh), PARAMS)
+    config = small_run.get_config()
+    config.model.checkpoint = str(checkpoint)
+    served, version = load_policy(resolve(config), MODEL, WorkDirectory(tmp_path / "run"), FRESH)
+    assert version == 0
+    assert_equal(served, PARAMS)
+
+
+def test_a_directory_that_is_no_model_ends_the_mains_with_its_name(
+    checkpoint: Path, tmp_path: Path
+):
+    (checkpoint / "config.json").unlink()
+    for main in ("train", "imitate"):
+        done = run(
+            main,
+            f"--config={TESTS / 'small_run.py'}",
+            f"--workdir={tmp_path / 'run'}",
+            f"--config.model.checkpoint={checkpoint}",
+        )
+        assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+        assert f"{checkpoint / 'config.json'}: expected a JSON file of a Hugging Face model" in (
+            done.stderr
+        )
+
+
+def test_a_vocabulary_of_other_words_is_refused(checkpoint: Path):
+    write_words(word_tokenizer((*WORDS[:-1], "other")), checkpoint, 64)
+    config = small_run.get_config()
+    config.model.checkpoint = str(checkpoint)
+    with pytest.raises(TokenizerError, match="9 words which are not the 9 of the environment's"):
+        load_renderer(resolve(config), file_probe(**OPTIONS))
 
 
 @pytest.mark.parametrize(
@@ -128,17 +158,16 @@ def test_vocabularies_of_different_sizes_are_refused_with_both(unused: int, chec
     model = dataclasses.replace(MODEL, vocab_size=num_words + unused)
     export_hugging_face(model, random_params(model), checkpoint)
     section = ModelSection(checkpoint=str(checkpoint))
-    sizes = rf"of {num_words + unused} and its tokenizer\.json one of {num_words}: expected"
+    sizes = rf"of {num_words + unused} and the tokenizer one of {num_words}: expected"
     with pytest.raises(ConfigError, match=sizes):
-        make_model(section, make_tokenizer(section, ()))
+        make_model(section, TOKENIZER)
 
 
 def test_a_hugging_face_directory_is_a_frozen_policy(checkpoint: Path, tmp_path: Path):
     """As a teacher, as a reference, and as what a run starts from."""
-    tokenizer = make_tokenizer(ModelSection(checkpoint=str(checkpoint)), ())
     config = small_run.get_config()
     config.opd.teacher = str(checkpoint)
-    found = find_frozen(config, tmp_path, tokenizer)
+    found = find_frozen(config, tmp_path)
     assert found.source == checkpoint and found.model == MODEL
     assert_equal(load_weights(found), PARAMS)
     config = small_run.get_config()
@@ -146,20 +175,20 @@ def test_a_hugging_face_directory_is_a_frozen_policy(checkpoint: Path, tmp_path:
     config.model.checkpoint = str(checkpoint)
     for name in (str(checkpoint), "initial"):
         config.reference.policy = name
-        assert_equal(load_weights(find_frozen(config, tmp_path, tokenizer)), PARAMS)
-    edit(checkpoint / "tokenizer_config.json", eos_token="<bos>")
+        assert_equal(load_weights(find_frozen(config, tmp_path)), PARAMS)
+    write_words(word_tokenizer((*WORDS[:-1], "other")), checkpoint, 64)
     with pytest.raises(ConfigError, match=r"reference\.policy = .*ids mean different tokens"):
         config.reference.policy = str(checkpoint)
-        find_frozen(config, tmp_path, tokenizer)
+        find_frozen(config, tmp_path)
 
 
-def find_frozen(config: ConfigDict, workdir: Path, tokenizer: Tokenizer) -> FrozenPolicy:
+def find_frozen(config: ConfigDict, workdir: Path) -> FrozenPolicy:
     frozen = resolve(config)
     found = find_frozen_policy(
         frozen,
         objective=make_objective(frozen.learner.objective, frozen.learner.objective_options),
         model=MODEL,
-        tokenizer=tokenizer,
+        tokenizer=TOKENIZER,
         workdir=WorkDirectory(workdir),
     )
     assert found is not None

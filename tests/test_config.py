@@ -91,6 +91,14 @@ def test_options_of_a_users_function_are_free():
         ),
         ({"opd__prefix_buckets": (65,)}, r"opd.prefix_buckets = \(65,\): expected a last length"),
         (
+            {"learner__reduction": "exact", "learner__stream_turns": "idle"},
+            "stream_turns = 'idle': expected 'never' .* last bits .*Or set learner.reduction",
+        ),
+        (
+            {"learner__reduction": "exact", "model__dtype": "float64"},
+            "reduction = 'exact': expected 'ordered' with model.dtype = 'float64'.* Or set model",
+        ),
+        (
             {"opd__teacher": "runs/teacher", "run__max_refilled_groups": 2},
             "run.max_refilled_groups = 2: expected 0 with opd.teacher: no reward counts",
         ),

@@ -14,6 +14,7 @@ from thundersync_jax.config_sections import RolloutSection
 from thundersync_jax.coordinator import events as ev
 from thundersync_jax.coordinator.coordinator import Coordinator
 from thundersync_jax.coordinator.step_run import AttemptPort, StepResult
+from thundersync_jax.rollout.renderer import WordRenderer
 from thundersync_jax.rollout.rollout import RolloutRunner
 from thundersync_jax.trajectory import Task, TrajectoryKey, Verdict
 
@@ -199,7 +200,7 @@ def test_broken_environments_fail_their_own_trajectories_only(tmp_path: Path) ->
     runner = RolloutRunner(
         client=fakes.FakePolicyClient(["say 1 <eos>"]),
         suite=suite,
-        tokenizer=fakes.tokenizer(),
+        renderer=WordRenderer(fakes.FakeSuite()),
         sandboxes=None,
         limits=RolloutSection(reset_timeout_s=0.2, tool_timeout_s=0.2, grade_timeout_s=0.2),
         sampling=SamplingSection(),

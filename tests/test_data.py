@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thundersync_jax.envs.data import AgentTasks, DataError, TaskCursor, load_tasks
+from thundersync_jax.envs.data import AgentTasks, load_tasks
 from thundersync_jax.envs.file_probe import file_probe
+from thundersync_jax.envs.task_cursor import DataError, TaskCursor
 from thundersync_jax.trajectory import Task
 
 ROOT = Path(__file__).parents[1]

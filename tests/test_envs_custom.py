@@ -27,7 +27,7 @@ def test_the_example_plays_and_grades(monkeypatch):
         key = TrajectoryKey(step=0, group=0, index=0)
         environment = suite.make(Attempt(key=key, task=task, seed=0, sandboxes=sandboxes))
         await environment.reset()
-        observations = [await environment.step(Action(text=text, tool_call=None)) for text in texts]
+        observations = [await environment.step(Action(text=text)) for text in texts]
         reward = await environment.grade()
         await environment.close()
         return [(o.text, o.is_done) for o in observations], reward

@@ -31,7 +31,7 @@ def attempt(sandboxes: SandboxPool, secret: int, seed: int = 0) -> Attempt:
 
 def probe(*arguments: str, name: str = "probe") -> Action:
     call = ToolCall(name=name, arguments=arguments)
-    return Action(text=" ".join((name, *arguments)), tool_call=call)
+    return Action(text=" ".join((name, *arguments)), tool_calls=(call,))
 
 
 @contextlib.asynccontextmanager
@@ -65,8 +65,8 @@ def test_every_probe_of_every_secret_gets_its_answer_and_its_reward():
 
 
 NOT_CALLS = [
-    Action(text="higher", tool_call=None),
-    Action(text="<eos>", tool_call=None),
+    Action(text="higher"),
+    Action(text="<eos>"),
     probe(),
     probe("1", "2"),
     probe("8"),

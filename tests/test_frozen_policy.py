@@ -20,6 +20,7 @@ from thundersync_jax.frozen_policy import FrozenPolicy, find_frozen_policy, load
 from thundersync_jax.losses.objectives import make_objective
 from thundersync_jax.model.presets import preset
 from thundersync_jax.model.transformer import init_params
+from thundersync_jax.rollout import renderer
 from thundersync_jax.rollout.chat import word_tokenizer
 from thundersync_jax.runtime import build
 from thundersync_jax.serving.memory import device_bytes
@@ -114,7 +115,9 @@ def test_a_policy_that_cannot_score_is_refused(key: str, other: Path, tmp_path: 
         named = {key.replace(".", "_"): str(path)}
         return find(configured(**named, options=options), workdir, words)
 
-    with pytest.raises(ConfigError, match=rf"{key} = .*nowhere'.*expected the work directory of a"):
+    with pytest.raises(
+        ConfigError, match=rf"{key} = .*nowhere'.*expected the work directory .*Name one, or"
+    ):
         found(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match=rf"{key} = .* is this run's own directory"):
         found(workdir)
@@ -142,7 +145,11 @@ def test_a_policy_that_cannot_score_is_refused(key: str, other: Path, tmp_path: 
         ),
         (
             {"reference_policy": "initial", "options": KL, "opd_ratio_cap": 2.0},
-            r"expected the default of opd\.ratio_cap, which is read with opd\.teacher alone",
+            r"opd\.teacher = '': expected the default of opd\.ratio_cap, which is read with a",
+        ),
+        (
+            {"opd_stream_turns": "always", "opd_num_caches": 3},
+            r"opd\.teacher = '': expected the default of opd\.stream_turns, opd\.num_caches, which",
         ),
     ],
 )
@@ -178,7 +185,7 @@ def test_a_policy_that_cannot_be_read_is_refused_before_anything_compiles(
     other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """As when the copy of a work directory has not ended."""
-    monkeypatch.setattr(runtime, "make_tokenizer", lambda *_: word_tokenizer(WORDS))
+    monkeypatch.setattr(renderer, "word_tokenizer", lambda _: word_tokenizer(WORDS))
     workdir = WorkDirectory(tmp_path / "run")
     with pytest.raises(ConfigError, match=r"opd\.teacher names a run whose newest .* cannot be"):
         asyncio.run(build(resolve(configured(opd_teacher=str(other))), workdir, print))

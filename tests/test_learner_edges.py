@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import learner_cases as lc
 import numpy as np
@@ -10,9 +12,17 @@ import pytest
 from thundersync_jax.config_learner import LearnerSection
 from thundersync_jax.learner.memory import MemoryPlanError
 from thundersync_jax.learner.statistics import NonFiniteGradientError
-from thundersync_jax.trajectory import TrajectoryBuilder, TrajectoryError, check_reward
+from thundersync_jax.losses.objective import Objective
+from thundersync_jax.losses.objectives import make_objective
+from thundersync_jax.trajectory import MAX_REWARD, TrajectoryBuilder, TrajectoryError, check_reward
 
 DR_GRPO = {"objective": "dr_grpo", "objective_options": {"normalizer": "token_mean"}}
+
+
+def steep() -> Objective:
+    """Advantages whose gradients are finite in float32, and their squares are not."""
+    plain = make_objective("dr_grpo", DR_GRPO["objective_options"])
+    return dataclasses.replace(plain, advantages=lambda r: 1e15 * (r - r.mean()))
 
 
 def group_of_two(learner, *, is_ahead: bool, rewards: tuple[float, float]) -> None:
@@ -41,11 +51,18 @@ def test_equal_rewards_change_nothing_whenever_their_gradients_were_computed(is_
         np.testing.assert_array_equal(old, new)
 
 
-def test_an_overflowed_step_stays_refused_until_it_is_abandoned():
+def test_rewards_at_their_limit_have_a_finite_gradient():
     learner = lc.make_learner(lc.tiny(), buckets=(64,), pool_size=0, **DR_GRPO)
-    group_of_two(learner, is_ahead=False, rewards=(1e30, -1e30))
+    group_of_two(learner, is_ahead=False, rewards=(MAX_REWARD, -MAX_REWARD))
+    assert 1e14 < learner.update().grad_norm < 1e17
+
+
+def test_an_overflowed_step_stays_refused_until_it_is_abandoned():
+    objective = "test_learner_edges:steep"
+    learner = lc.make_learner(lc.tiny(), buckets=(64,), pool_size=0, objective=objective)
+    group_of_two(learner, is_ahead=False, rewards=(MAX_REWARD, -MAX_REWARD))
     for _ in range(2):
-        with pytest.raises(NonFiniteGradientError, match=r"norm inf.*abandon"):
+        with pytest.raises(NonFiniteGradientError, match=r"norm inf.*Scale the rewards down"):
             learner.update()
     learner.abandon()
     group_of_two(learner, is_ahead=False, rewards=(0.0, 1.0))
@@ -53,7 +70,7 @@ def test_an_overflowed_step_stays_refused_until_it_is_abandoned():
     assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(learner.params))
 
 
-@pytest.mark.parametrize("reward", [1e31, -1e39, float("inf"), float("nan"), 10**400])
+@pytest.mark.parametrize("reward", [1.1e15, -1e39, float("inf"), float("nan"), 10**400])
 def test_a_reward_beyond_float32_sums_is_refused(reward: float):
     with pytest.raises(TrajectoryError, match="at most 1e"):
         check_reward(reward)

@@ -22,6 +22,7 @@ from thundersync_jax.losses.normalizers import Counts, Kind, Normalizer
 from thundersync_jax.losses.objective import (
     Objective,
     Streams,
+    Term,
     Tokens,
     lane_sums,
     term_weights,
@@ -169,9 +170,8 @@ def test_overlong_shaping_of_hand_computed_lengths():
     shape = SoftOverlong(limit=10, cache=4)
     lengths = (1, 6, 7, 8, 10, 11, 99)
     assert [shape(1.0, n) for n in lengths] == [1.0, 1.0, 0.75, 0.5, 0.0, 0.0, 0.0]
-    assert (
-        make_objective("dapo", {"overlong_tokens": 10, "overlong_cache": 4}).shape_reward == shape
-    )
+    made = make_objective("dapo", {"overlong_tokens": 10, "overlong_cache": 4})
+    assert [made.shape_reward(1.0, n) for n in lengths] == [shape(1.0, n) for n in lengths]
 
 
 @pytest.mark.parametrize("kind", Kind)
@@ -343,6 +343,43 @@ REFUSED = {
     ),
     "a term by name": ({"terms": ("kl",)}, "terms = 'kl', expected a Term"),
     "not finite at 0": ({"score": lambda t: jnp.sqrt(t.logprobs)}, "gradient .* is not finite"),
+    "reads its lane": (
+        {"score": lambda t: jnp.exp(t.logprobs.sum() / t.action_mask.sum()) * t.action_mask},
+        "shares a lane .* read its own trajectory alone",
+    ),
+    "reads padding": (
+        {"score": lambda t: t.logprobs * (1 + jnp.mean(t.logprobs))},
+        "a trajectory of 6 tokens .* and 3 positions of padding",
+    ),
+    "counts turns": (
+        {"score": lambda t: 0.5 ** jnp.cumsum(jnp.diff(t.action_mask, prepend=False)) * t.logprobs},
+        "a trajectory of 5 tokens .* shares a lane",
+    ),
+    "a term that reads its lane": (
+        {
+            "terms": (
+                Term(
+                    name="spread",
+                    value=lambda t: jnp.square(t.logprobs - t.logprobs.mean()),
+                    coefficient=1.0,
+                ),
+            )
+        },
+        "shares a lane",
+    ),
+    "an entropy that reads its lane": (
+        {
+            "terms": (
+                Term(
+                    name="mean",
+                    value=lambda t: t.entropy.mean() * t.entropy,
+                    coefficient=1.0,
+                    needs_entropy=True,
+                ),
+            )
+        },
+        "shares a lane",
+    ),
     "advantages of another length": (
         {"advantages": lambda r: r[:-1]},
         "expected one finite number each",
@@ -395,10 +432,11 @@ def test_token_weights_that_are_negative_or_not_finite_are_refused(weights: floa
         ("math:sqrt", {"x": 1}, "with config.learner.objective_options"),
         ("test_objectives:ranks", {"rewards": np.zeros(2)}, "returns an Objective, it returned nd"),
         ("grpo", {"tis_kap": 1.0}, "tis_kap is not an option of 'grpo'. Did you mean 'tis_cap'"),
-        ("grpo", {"tis_cap": "2"}, "tis_cap = '2': expected a value of type float"),
-        ("grpo", {"tis_cap": True}, "tis_cap = True: expected a value of type float"),
-        ("grpo", {"overlong_tokens": "12"}, "overlong_tokens = '12': expected a value of type int"),
-        ("dapo", {"drop_equal_groups": "yes"}, "groups = 'yes': expected a value of type bool"),
+        ("grpo", {"tis_cap": "2"}, "tis_cap = '2': expected a finite number, as by d"),
+        ("grpo", {"kl_coefficient": "nan"}, "= 'nan': expected a finite number, as by default 0.0"),
+        ("grpo", {"tis_cap": True}, "tis_cap = True: expected a finite number"),
+        ("grpo", {"overlong_tokens": "12"}, "overlong_tokens = '12': expected a whole number"),
+        ("dapo", {"drop_equal_groups": "yes"}, "groups = 'yes': expected True or False"),
         ("grpo", {"tis_cap": -1.0}, "tis_cap = -1.0: expected a finite number of at least 0"),
         ("grpo", {"tis_cap": math.nan}, "tis_cap = nan"),
         ("grpo", {"normalizer": "mean"}, "normalizer = 'mean': expected one of"),
@@ -406,6 +444,11 @@ def test_token_weights_that_are_negative_or_not_finite_are_refused(weights: floa
         ("ppo", {"clip_low": 1.5}, r"clip_low = 1.5: expected a number in \(0, 1\]"),
         ("ppo", {"ratio": "old"}, "ratio = 'old': expected one of"),
         ("dapo", {"overlong_tokens": 10}, "overlong_cache = 0: expected 1 to overlong_tokens = 10"),
+        (
+            "dapo",
+            {"overlong_cache": 5},
+            "overlong_tokens = 0: expected at least 1 beside over.*= 5",
+        ),
         ("grpo", {"kl_coefficient": -0.1}, "kl_coefficient = -0.1"),
         ("grpo", {"kl_coefficient": 0.1, "kl_estimator": "k4"}, "kl_estimator = 'k4'"),
         (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,21 +12,34 @@ from pathlib import Path
 import learner_cases as lc
 import numpy as np
 import pytest
+import small_run
 
+from thundersync_jax.config import resolve
+from thundersync_jax.errors import ConfigError, UserError
+from thundersync_jax.imitate import imitate
 from thundersync_jax.learner.checkpoint import Checkpointer
 from thundersync_jax.metrics import read_jsonl
 from thundersync_jax.model.presets import preset
 from thundersync_jax.model.transformer import init_params
+from thundersync_jax.workdir import WorkDirectory
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
+TEACHER = (
+    "--config.model.preset=micro",
+    "--config.learner.reduction=exact",  # of a run that it could go on as
+)
 
 
-def start(main: str, workdir: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [
+def command_of(main: str, workdir: Path, *arguments: str) -> list[str]:
+    return [
         sys.executable, "-m", f"thundersync_jax.{main}", f"--config={TESTS / 'small_run.py'}",
         f"--workdir={workdir}", *arguments,
     ]  # fmt: skip
+
+
+def start(main: str, workdir: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = command_of(main, workdir, *arguments)
     return subprocess.run(command, capture_output=True, text=True, timeout=250, cwd=TESTS)
 
 
@@ -38,10 +52,7 @@ def run(main: str, workdir: Path, *arguments: str) -> None:
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Some supervised steps of binary search."""
     workdir = tmp_path_factory.mktemp("teacher") / "run"
-    run(
-        "imitate", workdir, "--config.run.num_steps=20", "--config.model.preset=micro",
-        "--config.learner.reduction=exact",  # of a run that it could go on as
-    )  # fmt: skip
+    run("imitate", workdir, *TEACHER, "--config.run.num_steps=20")
     return workdir
 
 
@@ -111,6 +122,61 @@ def test_what_imitation_cannot_learn_from_is_refused(
     done = start("imitate", tmp_path / "run", *arguments)
     assert done.returncode == 2
     assert message in done.stderr and "Traceback" not in done.stderr
+
+
+def imitated(workdir: Path, **keys: object) -> None:
+    """`imitate` in this process, with keys of sections."""
+    config = small_run.get_config()
+    config.run.num_steps = 20
+    config.model.preset = "micro"
+    for key, value in keys.items():
+        section, name = key.split("__")
+        config[section][name] = value
+    imitate(resolve(config), WorkDirectory(workdir))
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"opd__teacher": "nowhere"}, "opd.teacher = .*nowhere': expected .* make one first"),
+        ({"opd__ratio_cap": 2.0}, "expected the default of opd.ratio_cap, which is read with"),
+        ({"learner__objective": "dapoo"}, "'dapoo' is not built in"),
+        ({"learner__objective": "dapo", "learner__stream_turns": "idle"}, "streams = 'group' need"),
+        ({"reference__policy": "nowhere"}, "'grpo' has no term that reads it"),
+    ],
+)
+def test_imitation_refuses_what_training_would(keys: dict, message: str, tmp_path: Path):
+    """Before anything is compiled; the run that goes on has the same configuration."""
+    with pytest.raises(UserError, match=message):
+        imitated(tmp_path / "run", **keys)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_finished_imitation_is_left_as_it_is_and_goes_no_further(
+    teacher: Path, capsys: pytest.CaptureFixture[str]
+):
+    imitated(teacher)
+    assert "holds a checkpoint of step 20 already: nothing to do" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=r"num_steps = 40: expected at most 20, .* new --workdir"):
+        imitated(teacher, run__num_steps=40)
+
+
+def test_an_interrupted_imitation_says_what_is_left(teacher: Path, tmp_path: Path):
+    (tmp_path / "compile_cache").symlink_to(teacher / "compile_cache")
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
+    process = subprocess.Popen(
+        command_of("imitate", tmp_path, *TEACHER, "--config.run.num_steps=1000000"),
+        cwd=TESTS, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    signal.signal(signal.SIGINT, inherited)
+    assert process.stdout is not None and process.stdout.readline().startswith("step 50: ")
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert (
+        error
+        == "interrupted: nothing is saved before the last step; the same command begins again\n"
+    )
 
 
 @pytest.mark.slow

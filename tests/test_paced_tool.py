@@ -22,7 +22,7 @@ def key(index: int = 0, *, step: int = 0, group: int = 0) -> TrajectoryKey:
 
 
 def say(*words: str) -> Action:
-    return Action(text="\n".join(words), tool_call=None)
+    return Action(text="\n".join(words))
 
 
 def suite_of(**options: object) -> PacedToolSuite:

@@ -18,8 +18,9 @@ from fakes import ids
 from thundersync_jax.config_sampling import SamplingSection
 from thundersync_jax.config_sections import RolloutSection
 from thundersync_jax.envs.base import Observation
-from thundersync_jax.rollout.agent import derive_seed, truncate_middle
+from thundersync_jax.rollout.agent import derive_seed
 from thundersync_jax.rollout.phases import AttemptError, contained, run_phase, to_completion
+from thundersync_jax.rollout.renderer import WordRenderer, truncate_middle
 from thundersync_jax.rollout.rollout import RolloutRunner
 from thundersync_jax.trajectory import (
     OBSERVATION_VERSION,
@@ -57,7 +58,7 @@ class Trial:
         self.runner = RolloutRunner(
             client=self.client,
             suite=self.suite,
-            tokenizer=fakes.tokenizer(),
+            renderer=WordRenderer(fakes.FakeSuite()),
             sandboxes=None,
             limits=RolloutSection(**limits),
             sampling=SamplingSection(),

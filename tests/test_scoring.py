@@ -19,6 +19,7 @@ from thundersync_jax.config_sampling import SamplingSection
 from thundersync_jax.config_sections import RolloutSection
 from thundersync_jax.coordinator import events as ev
 from thundersync_jax.coordinator.coordinator import Coordinator
+from thundersync_jax.rollout.renderer import WordRenderer
 from thundersync_jax.rollout.rollout import RolloutRunner
 from thundersync_jax.trajectory import Rollout, ScoredTurn, Task, TrajectoryKey, Verdict
 from thundersync_jax.transport.client import ServingError
@@ -84,7 +85,7 @@ class Taught:
         self.runner = RolloutRunner(
             client=fakes.FakePolicyClient([script]),
             suite=self.suite,
-            tokenizer=fakes.tokenizer(),
+            renderer=WordRenderer(fakes.FakeSuite()),
             sandboxes=None,
             limits=RolloutSection(),
             sampling=SamplingSection(),

@@ -25,6 +25,7 @@ from serving_cases import (
 from thundersync_jax.serving.memory import token_bytes
 from thundersync_jax.serving.worker import ServingWorker
 from thundersync_jax.transport.messages import FinishReason, SampleResult, ServingStatistics
+from thundersync_jax.transport.text_stream import TextStream
 
 pytestmark = pytest.mark.optimized
 
@@ -162,7 +163,9 @@ def test_a_long_context_delays_others_by_few_calls_only() -> None:
 
 def test_a_stop_string_ends_the_turn_and_the_next_one_goes_on_from_there() -> None:
     """The tokens are those of an unstopped turn, and so is what follows them."""
-    worker = ServingWorker(fresh_engine(), lambda ids: "".join(chr(97 + i) for i in ids))
+    worker = ServingWorker(
+        fresh_engine(), lambda: TextStream(lambda ids: "".join(chr(97 + i) for i in ids))
+    )
     worker.start()
 
     async def main() -> None:

@@ -8,6 +8,7 @@ changes a result. Rows go through device and host memory of every size, none inc
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -22,11 +23,12 @@ from hypothesis.stateful import (
 )
 
 from thundersync_jax.serving.decode_state import Piece, Sampled
-from thundersync_jax.serving.sessions import Decode, Turn
+from thundersync_jax.serving.sessions import Turn
 from thundersync_jax.serving.slots import Finished, SlotTable
 from thundersync_jax.trajectory import TrajectoryKey
 from thundersync_jax.transport.client import ServingError
 from thundersync_jax.transport.messages import FinishReason, SampleRequest, SamplingParams
+from thundersync_jax.transport.text_stream import TextStream
 
 NUM_SLOTS, ROW_LENGTH, VOCAB, STEPS, STOP = 3, 12, 10, 2, 3
 BUCKETS = (2, 5)
@@ -122,7 +124,7 @@ def make_table(
     device_rows: int = 9,
     host_tokens: int = 999,
     patience_s: float = 1e9,
-    decode: Decode | None = digits,
+    decode: Callable[[Sequence[int]], str] | None = digits,
 ) -> SlotTable:
     return SlotTable(
         device,
@@ -133,7 +135,7 @@ def make_table(
         parked_bytes=device_rows * ROW_BYTES,
         host_bytes=host_tokens * device.token_bytes,
         patience_s=patience_s,
-        decode=decode,
+        make_stream=None if decode is None else lambda: TextStream(decode),
     )
 
 
@@ -436,7 +438,7 @@ def test_a_context_that_does_not_append_is_refused_with_the_index() -> None:
         ({"sampling": SamplingParams(top_p=0.0)}, "top_p"),
         ({"sampling": SamplingParams(stop_ids=frozenset(range(9)))}, "at most 8 stop_ids"),
         ({"sampling": SamplingParams(stop_strings=("",))}, "no empty stop string"),
-        ({"sampling": SamplingParams(stop_strings=("x",))}, "give ServingWorker a decode"),
+        ({"sampling": SamplingParams(stop_strings=("x",))}, "give ServingWorker a text stream"),
     ],
 )
 def test_impossible_requests_are_refused_by_name(change: dict[str, object], words: str) -> None:

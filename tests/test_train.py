@@ -153,6 +153,9 @@ def test_a_users_own_environment_runs_from_outside_the_package(tmp_path: Path):
             "--config.run.num_steps=2",
             "--config.run.groups_per_step=2",
             "--config.run.group_size=4",
+            "--config.model.preset=micro",
+            "--config.learner.tokens_per_step=64",
+            "--config.serving.num_slots=8",
         ),
     ]
     result = subprocess.run(
@@ -182,19 +185,26 @@ def test_the_logged_trajectories_alone_give_the_final_weights(finished: Path):
     assert lc.rel_l2(end.state.params, learner.state.params) <= 1e-5
 
 
-def test_killed_at_every_point_the_run_loses_and_doubles_nothing(finished: Path, tmp_path: Path):
-    """LESSONS 25. One work directory, killed eight times in a row, then left to finish."""
+EVERY_POINT = (
+    ("commit", "before", 1),  # step 0 rolls out again
+    ("commit", "after", 2),  # step 1 is replayed
+    ("update", "after", 2),  # the first update of this process is the replay's
+    ("publish", "after", 2),
+    ("metrics", "before", 1),
+    ("save", "before", 1),
+    ("save", "after", 1),
+    ("metrics", "before", 1),
+)
+
+
+@pytest.mark.parametrize(
+    "kills",
+    [EVERY_POINT[1:3], pytest.param(EVERY_POINT, marks=pytest.mark.slow)],
+    ids=["a committed step", "every point"],
+)
+def test_killed_the_run_loses_and_doubles_nothing(finished: Path, tmp_path: Path, kills):
+    """LESSONS 25. One work directory, killed several times in a row, then left to finish."""
     workdir = beside(finished, tmp_path)
-    kills = [
-        ("commit", "before", 1),  # step 0 rolls out again
-        ("commit", "after", 2),  # step 1 is replayed
-        ("update", "after", 2),  # the first update of this process is the replay's
-        ("publish", "after", 2),
-        ("metrics", "before", 1),
-        ("save", "before", 1),
-        ("save", "after", 1),
-        ("metrics", "before", 1),
-    ]
     for point, when, count in kills:
         arguments = train_command(workdir)[3:]
         result = run(

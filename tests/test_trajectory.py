@@ -99,6 +99,16 @@ def test_rewards_that_are_no_finite_number_are_refused(reward):
         check_reward(reward)
 
 
+def test_a_refused_reward_is_told_what_to_do_in_few_words():
+    for reward, told in (
+        (True, "got True of type bool: return float"),
+        (-(10**5000), "got -inf: "),
+    ):
+        with pytest.raises(TrajectoryError, match=told) as refused:
+            check_reward(reward)
+        assert len(str(refused.value)) < 250
+
+
 def test_rewards_of_numpy_are_numbers():
     assert check_reward(np.float32(0.5)) == 0.5
     assert type(check_reward(np.int64(1))) is float

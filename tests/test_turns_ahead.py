@@ -310,6 +310,27 @@ def test_wrong_turns_are_refused_by_name(learner):
         learner.add_turn(group, 0, turns[0])
 
 
+def test_weights_that_change_further_on_than_the_checks_go_are_refused_with_the_content(
+    learner, monkeypatch
+):
+    tokens = lc.random_tokens(np.random.default_rng(5), 12)
+    limit = tokens.num_action_tokens - 1
+    assert limit > 18
+
+    def capped(mask: np.ndarray) -> np.ndarray:
+        return mask * min(1.0, limit / max(1, mask.sum()))
+
+    mine = dataclasses.replace(learner._objective, name="mine", token_weights=capped)
+    check_turns(mine)
+    monkeypatch.setattr(learner._contents, "_objective", mine)
+    group = grow(learner, tokens)
+    message = (
+        rf"group {group} .* index 0: objective 'mine': later turns change .* of token 0 is 1.0"
+    )
+    with pytest.raises(ObjectiveError, match=message):
+        learner.add_trajectory(group, 0, tokens)
+
+
 def discounted(mask: np.ndarray) -> np.ndarray:
     """Future credit: a token weighs more the fewer follow it."""
     num_after = mask[::-1].cumsum()[::-1] - 1

@@ -23,7 +23,8 @@ from thundersync_jax import hlo, sharding, topology
 from thundersync_jax.losses.logprobs import token_logprobs
 from thundersync_jax.model.kv_cache import KeysValues
 from thundersync_jax.model.presets import TransformerConfig
-from thundersync_jax.model.splash import splash, visible, wants_splash
+from thundersync_jax.model.splash import splash
+from thundersync_jax.model.visible import visible, wants_splash
 
 NAME = "v5e:2x4"
 AXES = ("data", "fsdp", "tensor")

@@ -45,8 +45,12 @@ define_config_flag = functools.partial(
 )
 
 
-def run_main(main: Callable[[Sequence[str]], int]) -> None:
-    """Parses flags and exits with what `main` returns."""
+def run_main(main: Callable[[Sequence[str]], int], interrupted: str = "interrupted") -> None:
+    """Parses flags and exits with what `main` returns.
+
+    Args:
+      interrupted: what a KeyboardInterrupt that `main` does not handle leaves behind.
+    """
     keep_freed_memory()
     sys.path.insert(0, os.getcwd())  # env.factory and data.builder may be the user's own modules
 
@@ -58,8 +62,8 @@ def run_main(main: Callable[[Sequence[str]], int]) -> None:
             print(f"error: {error}", file=sys.stderr)
             return USER_ERROR
         except KeyboardInterrupt:
-            print("interrupted while starting", file=sys.stderr, flush=True)
-            os._exit(INTERRUPTED)  # threads may be compiling; there is nothing to save
+            print(interrupted, file=sys.stderr, flush=True)
+            os._exit(INTERRUPTED)  # threads may be compiling
         except OSError as error:
             if error.errno not in _DISK_ERRORS:
                 raise

@@ -18,6 +18,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from thundersync_jax.config_chat import ChatSection
 from thundersync_jax.config_learner import LearnerSection
 from thundersync_jax.config_opd import OpdSection
 from thundersync_jax.config_reference import ReferenceSection
@@ -51,11 +52,17 @@ class RunConfig:
     serving: ServingSection = dataclasses.field(default_factory=ServingSection)
     colocated: ColocatedSection = dataclasses.field(default_factory=ColocatedSection)
     rollout: RolloutSection = dataclasses.field(default_factory=RolloutSection)
+    chat: ChatSection = dataclasses.field(default_factory=ChatSection)
     env: EnvSection = dataclasses.field(default_factory=EnvSection)
     sandbox: SandboxSection = dataclasses.field(default_factory=SandboxSection)
     data: DataSection = dataclasses.field(default_factory=DataSection)
     evaluation: EvaluationSection = dataclasses.field(default_factory=EvaluationSection)
     checkpoint: CheckpointSection = dataclasses.field(default_factory=CheckpointSection)
+
+    @property
+    def tokenizer_directory(self) -> str:
+        """Where the policy's tokenizer is; "" for the words of the environment's vocabulary."""
+        return self.chat.tokenizer or self.model.checkpoint
 
     def __post_init__(self) -> None:
         """Checks that need more than one section."""
@@ -65,6 +72,13 @@ class RunConfig:
             self.learner.buckets,
             f"a last bucket of at least model.max_context = {self.model.max_context} tokens",
             "Add a longer bucket or shorten the context.",
+        )
+        check(
+            self.learner.reduction == "ordered" or self.model.dtype != "float64",
+            "learner.reduction",
+            self.learner.reduction,
+            "'ordered' with model.dtype = 'float64': exact sums are of float32 gradients",
+            "Or set model.dtype = 'float32' or 'bfloat16'.",
         )
         check(
             not self.opd.teacher or self.learner.reduction == "ordered",

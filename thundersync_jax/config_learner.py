@@ -109,8 +109,14 @@ class LearnerSection:
                 "0 with learner.reduction = 'exact': packed gradients differ in their last bits"
             )
             check(self.pack_tokens == 0, "learner.pack_tokens", self.pack_tokens, expected)
-            expected, is_never = "'never' with reduction = 'exact'", self.stream_turns == "never"
-            check(is_never, "learner.stream_turns", self.stream_turns, expected)
+            check(
+                self.stream_turns == "never",
+                "learner.stream_turns",
+                self.stream_turns,
+                "'never' with learner.reduction = 'exact': the last bits of a gradient depend on "
+                "which turns ran ahead",
+                "Or set learner.reduction = 'ordered'.",
+            )
         check(
             not self.has_turns or self.held_gradients > 0,
             "learner.held_gradients",

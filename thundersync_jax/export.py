@@ -19,6 +19,7 @@ from thundersync_jax.command_line import run_main
 from thundersync_jax.config import RunConfig, from_dict
 from thundersync_jax.errors import ConfigError
 from thundersync_jax.rollout.chat import BOS, EOS, Tokenizer
+from thundersync_jax.rollout.tokenizer_files import copy_tokenizer_files
 from thundersync_jax.saved_policy import FRESH, load_policy, newest_step
 from thundersync_jax.workdir import WorkDirectory
 
@@ -46,13 +47,13 @@ def export(workdir: WorkDirectory, to: Path, *, step: int | None, dtype: str) ->
     """Writes the policy after `step` steps, or the newest, to `to`; returns its step."""
     import jax
 
-    from thundersync_jax.initial_policy import make_model, make_tokenizer
+    from thundersync_jax.initial_policy import make_model
     from thundersync_jax.model.export_hf import export_hugging_face
-    from thundersync_jax.runtime import load_suite
+    from thundersync_jax.runtime import load_renderer, load_suite
 
     config = _config_of(workdir)
     jax.config.update("jax_enable_x64", config.model.dtype == "float64")
-    tokenizer = make_tokenizer(config.model, load_suite(config.env).vocabulary)
+    tokenizer = load_renderer(config, load_suite(config.env)).tokenizer
     model = make_model(config.model, tokenizer)
     saved = newest_step(workdir.checkpoints) if step is None else step
     if step is None and saved == FRESH:
@@ -60,8 +61,10 @@ def export(workdir: WorkDirectory, to: Path, *, step: int | None, dtype: str) ->
     params, _ = load_policy(config, model, workdir, saved)
     source = Path(config.model.checkpoint) if config.model.checkpoint else None
     export_hugging_face(model, params, to, dtype=dtype, source=source)
-    if source is None:
-        write_tokenizer(tokenizer, to, config.model.max_context)
+    if config.tokenizer_directory:
+        copy_tokenizer_files(Path(config.tokenizer_directory), to)
+    else:
+        write_words(tokenizer, to, config.model.max_context)
     return saved
 
 
@@ -75,7 +78,7 @@ def _config_of(workdir: WorkDirectory) -> RunConfig:
         ) from error
 
 
-def write_tokenizer(tokenizer: Tokenizer, to: Path, max_context: int) -> None:
+def write_words(tokenizer: Tokenizer, to: Path, max_context: int) -> None:
     """Writes a word tokenizer, with as many ids as its model has."""
     content = json.loads(tokenizer.backend.to_str())
     words = content["model"]["vocab"]

@@ -7,6 +7,7 @@ calls it: what a configuration may replace (environments, objectives). Never imp
 from __future__ import annotations
 
 import importlib
+import textwrap
 import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -49,7 +50,11 @@ def call_factory(
 
 
 def describe_error(error: BaseException) -> str:
-    """Type, message and place of an exception of a user's code."""
+    """Type, message and place of an exception of a user's code, in one paragraph."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     where = "" if "importlib" in last.filename else f" ({last.filename}, line {last.lineno})"
-    return f"{type(error).__name__}: {error}{where}"
+    try:
+        text = f": {textwrap.shorten(str(error), 400, placeholder=' ...')}"
+    except Exception as fault:  # the message is a user's code too
+        text = f", whose message raised {type(fault).__name__}"
+    return f"{type(error).__name__}{text}{where}"

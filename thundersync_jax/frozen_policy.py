@@ -137,11 +137,12 @@ def _check_roles(config: RunConfig, objective: Objective) -> None:
             f"for learner.objective = {objective.name!r} has a term that reads a reference policy "
             f"({names}). Or set {_OPTIONS} to 0"
         )
-    if objective.needs_reference and (unread := _changed("opd", config.opd)):
+    if not teacher and (unread := _changed("opd", config.opd)):
         raise ConfigError(
-            f"config.reference.policy = {policy!r}: expected the default of {', '.join(unread)}, "
-            "which is read with opd.teacher alone. A reference scores at sampling.temperature; its "
-            "terms have learner.objective_options (terms_normalizer, distillation_ratio_cap)"
+            f"config.opd.teacher = '': expected the default of {', '.join(unread)}, which is read "
+            "with a teacher alone: name its work directory. A reference.policy scores at "
+            "sampling.temperature; its terms have learner.objective_options (terms_normalizer, "
+            "distillation_ratio_cap)"
         )
     if policy and not teacher and not objective.needs_reference:
         raise ConfigError(
@@ -179,7 +180,8 @@ def _model_of(key: str, source: WorkDirectory, tokenizer: Tokenizer) -> Transfor
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{name}: expected the work directory of a run that has saved, with a config.json "
-            f"({type(error).__name__}: {error})"
+            f"({type(error).__name__}: {error}). Name one, or make one first: "
+            "`python -m thundersync_jax.imitate` or `train` with that --workdir"
         ) from error
     _check_tokenizer(name, fingerprint, tokenizer)
     if newest_step(source.checkpoints) == FRESH:

@@ -2,8 +2,9 @@
 
 Trains a policy on its environment's demonstrations, `run.num_steps` supervised steps of
 `run.groups_per_step` x `run.group_size` of them, and saves it in DIR as a run that can teach
-(`opd.teacher`), be trained further, or be served. No rollouts, no sandboxes. A finished DIR is left
-as it is. Exit status: 0 when it is done, 2 for bad input.
+(`opd.teacher`), be trained further, or be served. No rollouts, no sandboxes. The configuration is
+that of the run that goes on from there: what `train` refuses is refused here. A finished DIR is
+left as it is. Exit status: 0 when it is done, 130 when interrupted, 2 for bad input.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from thundersync_jax.command_line import define_config_flag, load_config, run_ma
 from thundersync_jax.config import RunConfig, resolve
 from thundersync_jax.config_opd import OpdSection
 from thundersync_jax.envs.base import DemonstratedTurn
-from thundersync_jax.errors import ConfigError
+from thundersync_jax.errors import ConfigError, check
+from thundersync_jax.saved_policy import newest_step
 from thundersync_jax.trajectory import ScoredTurn, TrajectoryBuilder, TrajectoryTokens
 from thundersync_jax.workdir import WorkDirectory
 
@@ -55,9 +57,10 @@ def main(argv: Sequence[str]) -> int:
 
 def imitate(config: RunConfig, workdir: WorkDirectory) -> None:
     """Trains from the initial parameters to `run.num_steps`, unless a checkpoint is there."""
-    from thundersync_jax.initial_policy import make_model, make_tokenizer
+    from thundersync_jax.initial_policy import make_model
     from thundersync_jax.learner.checkpoint import Checkpointer, RunPosition
-    from thundersync_jax.runtime import load_split, load_suite
+    from thundersync_jax.rollout.renderer import WordRenderer
+    from thundersync_jax.runtime import check_learning, load_renderer, load_split, load_suite
 
     suite = load_suite(config.env)
     demonstrate = getattr(suite, "demonstration", None)
@@ -66,14 +69,31 @@ def imitate(config: RunConfig, workdir: WorkDirectory) -> None:
             f"{config.env.factory} has no demonstrations: its suite needs a method "
             "demonstration(task, seed), see envs/file_probe.py"
         )
-    tokenizer = make_tokenizer(config.model, suite.vocabulary)
+    renderer = load_renderer(config, suite)
+    check(
+        isinstance(renderer, WordRenderer),
+        "chat.tokenizer" if config.chat.tokenizer else "model.checkpoint",
+        config.tokenizer_directory,
+        "'' or a vocabulary of words: demonstrations are in those of the environment",
+    )
+    tokenizer = renderer.tokenizer
+    model = make_model(config.model, tokenizer)
+    if newest := newest_step(workdir.checkpoints):
+        check(
+            newest >= config.run.num_steps,
+            "run.num_steps",
+            config.run.num_steps,
+            f"at most {newest}, the step of the checkpoint in {workdir.root}: imitation does not "
+            "go on from one",
+            "Use a new --workdir.",
+        )
+        print(f"{workdir.root} holds a checkpoint of step {newest} already: nothing to do")
+        return
+    check_learning(config, model, tokenizer, workdir)
     checkpoints = Checkpointer(workdir.checkpoints, keep_last=config.checkpoint.keep_last)
     try:
-        if checkpoints.latest() is not None:
-            print(f"{workdir.root} holds a checkpoint already: nothing to do")
-            return
         tasks = load_split(config, suite, workdir, config.data.train_split)
-        learner = _make_learner(config, make_model(config.model, tokenizer))
+        learner = _make_learner(config, model)
         size = config.run.groups_per_step * config.run.group_size
         for step in range(config.run.num_steps):
             for number in range(size):
@@ -139,4 +159,6 @@ def _add(learner: Distiller, task_id: str, prompt: Sequence[int], tokens: Trajec
 
 
 if __name__ == "__main__":
-    run_main(main)
+    run_main(
+        main, "interrupted: nothing is saved before the last step; the same command begins again"
+    )

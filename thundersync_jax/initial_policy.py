@@ -1,4 +1,4 @@
-"""The policy that a run begins with: its tokenizer, its shapes and its parameters.
+"""The policy that a run begins with: its shapes and its parameters.
 
 They come from `model.checkpoint`, a Hugging Face directory, or else from `model.preset`, `run.seed`
 and the environment's vocabulary. Shared by the mains.
@@ -7,7 +7,6 @@ and the environment's vocabulary. Shared by the mains.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from pathlib import Path
 
 from jax.sharding import Mesh
@@ -18,19 +17,11 @@ from thundersync_jax.model.import_hf import HuggingFaceDirectory
 from thundersync_jax.model.presets import TransformerConfig, param_dtype_of, preset
 from thundersync_jax.model.sharded import init_on_mesh, master_shardings
 from thundersync_jax.model.transformer import Params
-from thundersync_jax.rollout.chat import Tokenizer, word_tokenizer
-from thundersync_jax.rollout.tokenizer_files import read_tokenizer_files
+from thundersync_jax.rollout.chat import Tokenizer
 
 DEFAULT_PRESET = "tiny"
 # Rows of an embedding without a token: sizes are rounded up to what divides well.
 MAX_UNUSED_IDS = 1023
-
-
-def make_tokenizer(section: ModelSection, vocabulary: Sequence[str]) -> Tokenizer:
-    """The checkpoint's, or one of an environment's words."""
-    if section.checkpoint:
-        return read_tokenizer_files(Path(section.checkpoint)).tokenizer
-    return word_tokenizer(vocabulary)
 
 
 def make_model(section: ModelSection, tokenizer: Tokenizer) -> TransformerConfig:
@@ -52,8 +43,8 @@ def make_model(section: ModelSection, tokenizer: Tokenizer) -> TransformerConfig
         model.vocab_size >= tokenizer.vocab_size,
         "model.vocab_size",
         model.vocab_size,
-        f"at least the {tokenizer.vocab_size} words of the environment's vocabulary",
-        "0 takes just these.",
+        f"at least {tokenizer.vocab_size}, for so many tokens has the tokenizer",
+        "0 takes just these; or take the tokenizer that belongs to the model.",
     )
     return model
 
@@ -82,8 +73,8 @@ def _checkpoint_model(section: ModelSection, tokenizer: Tokenizer) -> Transforme
     if not 0 <= unused <= MAX_UNUSED_IDS:
         raise ConfigError(
             f"config.model.checkpoint = {section.checkpoint!r}: its config.json has a vocabulary "
-            f"of {model.vocab_size} and its tokenizer.json one of {tokenizer.vocab_size}: expected "
-            f"as many or up to {MAX_UNUSED_IDS} more. Copy both from the same model"
+            f"of {model.vocab_size} and the tokenizer one of {tokenizer.vocab_size}: expected as "
+            f"many or up to {MAX_UNUSED_IDS} more. Take both from the same model"
         )
     return model
 

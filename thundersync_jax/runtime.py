@@ -20,11 +20,10 @@ from thundersync_jax.config import RunConfig
 from thundersync_jax.config_sampling import SamplingSection
 from thundersync_jax.config_sections import EnvSection
 from thundersync_jax.envs.base import EnvironmentSuite
-from thundersync_jax.envs.data import load_tasks
 from thundersync_jax.errors import ConfigError
 from thundersync_jax.factory import call_factory, import_factory
 from thundersync_jax.frozen_policy import FrozenPolicy, check_weights, find_frozen_policy
-from thundersync_jax.initial_policy import initial_params, make_model, make_tokenizer
+from thundersync_jax.initial_policy import initial_params, make_model
 from thundersync_jax.learner.compilation import compile_apart
 from thundersync_jax.learner.distiller import Distiller
 from thundersync_jax.learner.groups import LearnerError
@@ -38,6 +37,9 @@ from thundersync_jax.model.sharded import check_mesh, init_on_mesh
 from thundersync_jax.model.transformer import Params
 from thundersync_jax.rollout.agent import derive_seed
 from thundersync_jax.rollout.chat import Tokenizer, TokenizerError
+from thundersync_jax.rollout.chat_renderer import make_renderer
+from thundersync_jax.rollout.chat_template import ChatTemplateError
+from thundersync_jax.rollout.renderer import Renderer
 from thundersync_jax.rollout.rollout import RolloutRunner
 from thundersync_jax.rollout.scoring import TurnListener
 from thundersync_jax.sandbox.base import SandboxPool
@@ -61,7 +63,7 @@ class Runtime:
     workdir: WorkDirectory
     model: TransformerConfig
     suite: EnvironmentSuite
-    tokenizer: Tokenizer
+    renderer: Renderer
     train_tasks: Sequence[Task]
     eval_tasks: Sequence[Task]
     learner: Learner | Distiller
@@ -72,7 +74,7 @@ class Runtime:
     began_s: float  # on time.monotonic's clock
 
     def prompt_ids(self, task: Task) -> tuple[int, ...]:
-        return self.tokenizer.encode(self.suite.prompt(task))
+        return self.renderer.prompt_ids(task)
 
     def runner(
         self,
@@ -92,7 +94,7 @@ class Runtime:
         return RolloutRunner(
             client=self.worker,
             suite=self.suite,
-            tokenizer=self.tokenizer,
+            renderer=self.renderer,
             sandboxes=self.sandboxes,
             limits=self.config.rollout,
             sampling=sampling,
@@ -108,16 +110,11 @@ async def build(
 ) -> Runtime:
     """Makes every part; raises ConfigError and the parts' own errors for what cannot work."""
     began_s = time.monotonic()
-    objective = make_objective(config.learner.objective, config.learner.objective_options)
-    if config.learner.stream_turns != "never":
-        check_turns(objective)
-    _check_step(config, objective)
     suite = load_suite(config.env)
-    tokenizer = make_tokenizer(config.model, suite.vocabulary)
+    renderer = load_renderer(config, suite)
+    tokenizer = renderer.tokenizer
     model = make_model(config.model, tokenizer)
-    frozen = find_frozen_policy(
-        config, objective=objective, model=model, tokenizer=tokenizer, workdir=workdir
-    )
+    frozen = check_learning(config, model, tokenizer, workdir)
     mesh = make_learner_mesh(config, model)
     train_tasks = load_split(config, suite, workdir, config.data.train_split)
     eval_tasks = (
@@ -126,7 +123,7 @@ async def build(
         else ()
     )
     for task in (*train_tasks, *eval_tasks):
-        _check_prompt(task.task_id, suite.prompt(task), tokenizer, config.model.max_context)
+        _check_prompt(task, renderer, config.model.max_context)
     if frozen is not None:
         await asyncio.to_thread(check_weights, frozen)
     sandboxes, sandbox_report = await open_pool(config.sandbox)
@@ -142,15 +139,28 @@ async def build(
         workdir=workdir,
         model=model,
         suite=suite,
-        tokenizer=tokenizer,
+        renderer=renderer,
         train_tasks=train_tasks,
         eval_tasks=eval_tasks,
         learner=learner,
-        worker=ServingWorker(engine, tokenizer.decode),
+        worker=ServingWorker(engine, tokenizer.text_stream),
         frozen=frozen,
         scorer=scorer,
         sandboxes=sandboxes,
         began_s=began_s,
+    )
+
+
+def check_learning(
+    config: RunConfig, model: TransformerConfig, tokenizer: Tokenizer, workdir: WorkDirectory
+) -> FrozenPolicy | None:
+    """Raises ConfigError or ObjectiveError for what a run cannot learn; its frozen policy."""
+    objective = make_objective(config.learner.objective, config.learner.objective_options)
+    if config.learner.stream_turns != "never":
+        check_turns(objective)
+    _check_step(config, objective)
+    return find_frozen_policy(
+        config, objective=objective, model=model, tokenizer=tokenizer, workdir=workdir
     )
 
 
@@ -171,6 +181,11 @@ def load_suite(env: EnvSection) -> EnvironmentSuite:
     """Imports and calls `env.factory` with `env.options`."""
     factory = import_factory(env.factory, "env.factory")
     return call_factory(factory, env.factory, env.options, "env.options")
+
+
+def load_renderer(config: RunConfig, suite: EnvironmentSuite) -> Renderer:
+    """The suite's words, or the chat template of the configured tokenizer's directory."""
+    return make_renderer(suite, config.chat, config.tokenizer_directory)
 
 
 def make_learner_mesh(config: RunConfig, model: TransformerConfig) -> Mesh:
@@ -225,6 +240,8 @@ def load_split(
     data = config.data
     try:
         if data.builder:
+            from thundersync_jax.envs.data import load_tasks
+
             return load_tasks(
                 data.builder, options=data.options, split=split, data_dir=workdir.data
             )
@@ -252,14 +269,14 @@ def _check_step(config: RunConfig, objective: Objective) -> None:
         raise ConfigError(str(error)) from error
 
 
-def _check_prompt(task_id: str, prompt: str, tokenizer: Tokenizer, max_context: int) -> None:
+def _check_prompt(task: Task, renderer: Renderer, max_context: int) -> None:
     try:
-        num_tokens = len(tokenizer.encode(prompt))
-    except TokenizerError as error:
-        raise ConfigError(f"the prompt of task {task_id!r}: {error}") from error
+        num_tokens = len(renderer.prompt_ids(task))
+    except (TokenizerError, ChatTemplateError) as error:
+        raise ConfigError(f"the prompt of task {task.task_id!r}: {error}") from error
     if not 1 <= num_tokens < max_context:
         raise ConfigError(
-            f"task {task_id!r} has a prompt of {num_tokens} tokens: expected 1 to "
+            f"task {task.task_id!r} has a prompt of {num_tokens} tokens: expected 1 to "
             f"{max_context - 1}, so that one more fits config.model.max_context = {max_context}. "
             "Shorten the prompt or raise model.max_context, learner.buckets with it"
         )

@@ -123,11 +123,11 @@ def serve(config: RunConfig, workdir: WorkDirectory, port: int, step: int) -> in
 
 def load_engine(config: RunConfig, workdir: WorkDirectory, step: int) -> DrivenEngine:
     """The configured engine, compiled, with the weights after `step` steps."""
-    from thundersync_jax.initial_policy import make_model, make_tokenizer
-    from thundersync_jax.runtime import load_suite
+    from thundersync_jax.initial_policy import make_model
+    from thundersync_jax.runtime import load_renderer, load_suite
     from thundersync_jax.serving.jetstream_server import DrivenEngine
 
-    tokenizer = make_tokenizer(config.model, load_suite(config.env).vocabulary)
+    tokenizer = load_renderer(config, load_suite(config.env)).tokenizer
     model = make_model(config.model, tokenizer)
     params, version = load_policy(config, model, workdir, step)
     engine = DrivenEngine(model, config.serving, config.model.max_context)

@@ -51,6 +51,7 @@ def step_line(
       compiles: programs compiled or loaded during the step.
     """
     rewards = [r.verdict.reward for r in result.records if r.verdict.reward is not None]
+    contents = [r.rollout for r in result.records if r.rollout is not None]
     ended_s = result.updated_s if result.published_s is None else result.published_s
     last_content_s = result.opened_s if result.rollout_s is None else result.rollout_s
     return {
@@ -63,6 +64,8 @@ def step_line(
         "max_loop_lag_s": result.max_loop_lag_s,
         "decode_stall_s": result.decode_stall_s,
         "serving": {"slot_utilization": serving.slot_utilization, **dataclasses.asdict(serving)},
+        "num_rewrites": sum(len(content.tokens.segment_starts) for content in contents),
+        "malformed_calls": sum(bool(turn.error) for c in contents for turn in c.turns),
         "compiles": compiles,
         "peak_rss_mb": peak_rss_mb(),
     }

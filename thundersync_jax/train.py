@@ -78,4 +78,4 @@ async def run_interruptibly(trainer: Trainer) -> str | None:
 
 
 if __name__ == "__main__":
-    run_main(main)
+    run_main(main, "interrupted while starting")

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 
 import jax
 
@@ -20,10 +20,13 @@ from thundersync_jax.coordinator.coordinator import Coordinator, StepAbandoned
 from thundersync_jax.coordinator.decode_priority import DecodePriority
 from thundersync_jax.coordinator.journal import Journal
 from thundersync_jax.coordinator.step_run import StepResult
-from thundersync_jax.envs.data import TaskCursor
+from thundersync_jax.envs.task_cursor import TaskCursor
+from thundersync_jax.errors import UserError
 from thundersync_jax.frozen_policy import load_weights
 from thundersync_jax.learner.checkpoint import Checkpointer, RunPosition
 from thundersync_jax.learner.compilation import CompileCounter
+from thundersync_jax.learner.statistics import LogprobGapError, NonFiniteGradientError
+from thundersync_jax.losses.objective import ObjectiveError
 from thundersync_jax.metrics import JsonlWriter, read_jsonl
 from thundersync_jax.replay import replay_step
 from thundersync_jax.runtime import Runtime
@@ -35,6 +38,10 @@ from thundersync_jax.viewing.progress import Progress
 from thundersync_jax.viewing.timeline import Timeline
 
 TRAINING, EVALUATION = 0, 1  # purposes of draws
+
+
+class RefusedStepError(UserError):
+    """A committed step without an update: why, where it is, and how the run goes on."""
 
 
 class Trainer:
@@ -98,7 +105,7 @@ class Trainer:
             stack.callback(self._stop_profile)
             num_programs = await asyncio.to_thread(runtime.learner.warm_up)
             await asyncio.to_thread(runtime.worker.warm_up)
-            runtime.workdir.claim(self._config, tokenizer=runtime.tokenizer.fingerprint)
+            runtime.workdir.claim(self._config, tokenizer=runtime.renderer.tokenizer.fingerprint)
             await asyncio.to_thread(self._restore)
             self._progress.resume(self._position.num_steps)
             await asyncio.to_thread(runtime.worker.start)
@@ -181,7 +188,8 @@ class Trainer:
                 group_size=self._config.run.group_size,
                 max_refilled=self._config.run.max_refilled_groups,
             )
-            report = replay_step(learner, trajectories)
+            with self._naming_its_file(step):
+                report = replay_step(learner, trajectories)
             learner.take_work_log()
             rewards = [t.verdict.reward for t in trajectories if t.verdict.reward is not None]
             self._advance(report.num_groups, report.is_empty, report.reward_mean)
@@ -193,6 +201,21 @@ class Trainer:
         if self._position.num_steps > first:
             self._progress.message(f"replayed steps {first} to {self._position.num_steps - 1}")
             self._save_now()
+
+    @contextlib.contextmanager
+    def _naming_its_file(self, step: int) -> Iterator[None]:
+        """A committed step that the learner refuses is replayed for ever, unless its file goes."""
+        try:
+            yield
+        except (NonFiniteGradientError, LogprobGapError, ObjectiveError) as error:
+            path = step_path(self._runtime.workdir.trajectories, step)
+            if not path.exists():
+                raise
+            raise RefusedStepError(
+                f"step {step}: {error}. The same command trains on the step's trajectories again, "
+                f"from {path}. Where they are at fault, mend the environment and move that file "
+                "away: the step is then rolled out again"
+            ) from error
 
     # -- one step -------------------------------------------------------------------------------
 
@@ -206,7 +229,8 @@ class Trainer:
         self._progress.status(f"rolling out {num_groups * config.run.group_size} trajectories")
         compiles_before, serving_before = self._compiles.count, self._runtime.worker.statistics()
         try:
-            result = await coordinator.run_step(step, tasks, prompts)
+            with self._naming_its_file(step):
+                result = await coordinator.run_step(step, tasks, prompts)
         except StepAbandoned:
             await coordinator.call_learner(self._runtime.learner.abandon)
             raise

@@ -6,6 +6,9 @@ Invariants:
     `TrajectoryTokens` is made.
   * Action tokens are exactly the tokens the policy sampled. Everything else (tool output, template
     text) is an observation: mask False, log-probability 0, version `OBSERVATION_VERSION`.
+  * A trajectory is one sequence after its prompt, or *segments*: each is a sequence of its own
+    after the prompt, where a chat template rewrote what had been said before. Every token knows
+    its own segment's tokens only.
   * A trajectory ends in exactly one of a finite reward or a failure. A failure has no reward: it is
     never a zero.
 
@@ -16,7 +19,9 @@ jax.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,7 +29,7 @@ import numpy as np
 
 OBSERVATION_VERSION = -1
 
-MAX_REWARD = 1e30  # float32 sums of such weights stay finite
+MAX_REWARD = 1e15  # the norm of a gradient squares it: in float32 that is finite below 1e19
 
 
 class TrajectoryError(ValueError):
@@ -62,10 +67,26 @@ class Task:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ToolCall:
-    """A parsed request of the policy: `name` is the tool, `arguments` its words in order."""
+    """A parsed request of the policy.
+
+    Attributes:
+      name: the tool.
+      arguments: its words in order, of a call that is a command line.
+      keywords: JSON values by name, of a call that is JSON.
+    """
 
     name: str
     arguments: tuple[str, ...] = ()
+    keywords: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+TOKEN_ARRAYS = (
+    "token_ids",
+    "action_mask",
+    "behavior_logprobs",
+    "policy_versions",
+    "reference_logprobs",
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,6 +102,7 @@ class TrajectoryTokens:
         elsewhere.
       reference_logprobs: float32 [T]; log-probability of action tokens under the reference policy;
         None where nobody asked it.
+      segment_starts: where segments begin, but for the first: in order, above 0 and below T.
     """
 
     token_ids: np.ndarray
@@ -88,6 +110,7 @@ class TrajectoryTokens:
     behavior_logprobs: np.ndarray
     policy_versions: np.ndarray
     reference_logprobs: np.ndarray | None = None
+    segment_starts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name, dtype in (
@@ -100,10 +123,16 @@ class TrajectoryTokens:
         if self.reference_logprobs is not None:
             scores = np.asarray(self.reference_logprobs, np.float32)
             object.__setattr__(self, "reference_logprobs", scores)
-        arrays = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        arrays = {name: getattr(self, name) for name in TOKEN_ARRAYS}
         lengths = {name: array.shape for name, array in arrays.items() if array is not None}
         if self.token_ids.ndim != 1 or len(set(lengths.values())) != 1:
             raise TrajectoryError(f"token arrays must be [T] of one length, got shapes {lengths}")
+        starts = (0, *self.segment_starts, self.token_ids.size)
+        if self.segment_starts and any(a >= b for a, b in itertools.pairwise(starts)):
+            raise TrajectoryError(
+                f"segments begin at {self.segment_starts} of {self.token_ids.size} tokens: "
+                "expected places in order, each with a token"
+            )
         self._check_logprobs("behavior_logprobs", "the engine reports one per sampled token")
         self._check_logprobs("reference_logprobs", "the reference policy gives every token one")
 
@@ -166,6 +195,7 @@ class TrajectoryBuilder:
         self._action_mask: list[bool] = []
         self._behavior_logprobs: list[float] = []
         self._policy_versions: list[int] = []
+        self._segment_starts: list[int] = []
 
     def __len__(self) -> int:
         return len(self._token_ids)
@@ -173,6 +203,24 @@ class TrajectoryBuilder:
     @property
     def token_ids(self) -> tuple[int, ...]:
         return tuple(self._token_ids)
+
+    @property
+    def segment_ids(self) -> tuple[int, ...]:
+        """The tokens of the present segment."""
+        return tuple(self._token_ids[self._segment_starts[-1] if self._segment_starts else 0 :])
+
+    @property
+    def num_segments(self) -> int:
+        return 1 + len(self._segment_starts)
+
+    @property
+    def policy_version(self) -> int:
+        """The newest that sampled a token; OBSERVATION_VERSION before the first."""
+        return max(self._policy_versions, default=OBSERVATION_VERSION)
+
+    def begin_segment(self) -> None:
+        """What is appended from now on follows the prompt alone."""
+        self._segment_starts.append(len(self))
 
     def append_action(
         self, token_ids: Sequence[int], logprobs: Sequence[float], policy_versions: Sequence[int]
@@ -202,6 +250,7 @@ class TrajectoryBuilder:
             action_mask=np.asarray(self._action_mask, np.bool_),
             behavior_logprobs=np.asarray(self._behavior_logprobs, np.float32),
             policy_versions=np.asarray(self._policy_versions, np.int32),
+            segment_starts=tuple(self._segment_starts),
         )
 
 
@@ -213,6 +262,7 @@ class Turn:
       num_action_tokens: tokens sampled in this turn.
       action_text: their text, for people and parsers; never encoded again.
       observation_text: what the environment answered.
+      error: why its tool call is none; "" for a turn without a call, and for one whose call is.
       started_s, sampled_s, ended_s: seconds since the run's clock began: request, last token,
         observation.
       slot: the serving row that sampled the turn.
@@ -225,6 +275,7 @@ class Turn:
     sampled_s: float
     ended_s: float
     slot: int = -1
+    error: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -289,15 +340,18 @@ def check_reward(reward: float) -> float:
     """
     if isinstance(reward, bool) or not isinstance(reward, (int, float, np.integer, np.floating)):
         raise TrajectoryError(
-            f"a reward must be a finite number, got {reward!r} of type {type(reward).__name__}"
+            f"a reward must be a finite number, got {reprlib.repr(reward)} of type "
+            f"{type(reward).__name__}: return float(...) of it, or report a broken attempt as a "
+            "failure (a grader raises)"
         )
     try:
         value = float(reward)  # before it is compared: a float16 would round the limit to infinity
     except OverflowError:
-        value = math.inf
+        value = math.inf if reward > 0 else -math.inf
     if not -MAX_REWARD <= value <= MAX_REWARD:  # NaN compares with nothing
         raise TrajectoryError(
-            f"a reward must be finite and at most {MAX_REWARD:g} in size, got {reward!r}: report a "
-            "broken attempt as a failure, not as a number"
+            f"a reward must be finite and at most {MAX_REWARD:g} in size, got {value:g}: scale the "
+            "rewards down, and report a broken attempt as a failure, not as a number (a "
+            "grader raises)"
         )
     return value

@@ -18,6 +18,7 @@ import numpy as np
 from thundersync_jax.errors import UserError
 from thundersync_jax.metrics import read_jsonl, write_jsonl_atomically
 from thundersync_jax.trajectory import (
+    TOKEN_ARRAYS,
     Rollout,
     ScoredTurn,
     TrajectoryKey,
@@ -26,8 +27,6 @@ from thundersync_jax.trajectory import (
     Turn,
     Verdict,
 )
-
-_TOKEN_ARRAYS = tuple(field.name for field in dataclasses.fields(TrajectoryTokens))
 
 
 class TrajectoryLogError(UserError, ValueError):
@@ -83,7 +82,8 @@ def _to_json(t: TrajectoryRecord) -> dict[str, Any]:
         "failure": t.verdict.failure,
         "stop_reason": rollout.stop_reason if rollout else None,
         "prompt_ids": list(t.prompt_ids),
-        **(_tokens_to_json(rollout.tokens) if rollout else dict.fromkeys(_TOKEN_ARRAYS)),
+        "segment_starts": list(rollout.tokens.segment_starts) if rollout else [],
+        **(_tokens_to_json(rollout.tokens) if rollout else dict.fromkeys(TOKEN_ARRAYS)),
         "scored_turns": [
             {**_tokens_to_json(turn.tokens), "teacher_logprobs": turn.teacher_logprobs}
             for turn in t.scored_turns
@@ -128,7 +128,7 @@ def _from_json(line: dict[str, Any]) -> TrajectoryRecord:
 
 
 def _tokens_to_json(tokens: TrajectoryTokens) -> dict[str, Any]:
-    arrays = {name: getattr(tokens, name) for name in _TOKEN_ARRAYS}
+    arrays = {name: getattr(tokens, name) for name in TOKEN_ARRAYS}
     arrays["action_mask"] = tokens.action_mask.astype(int)
     for name in ("behavior_logprobs", "reference_logprobs"):
         arrays[name] = None if arrays[name] is None else arrays[name].astype(float)
@@ -136,6 +136,6 @@ def _tokens_to_json(tokens: TrajectoryTokens) -> dict[str, Any]:
 
 
 def _tokens_from_json(line: dict[str, Any]) -> TrajectoryTokens:
-    arrays: dict[str, Any] = {name: line.get(name) for name in _TOKEN_ARRAYS}
+    arrays: dict[str, Any] = {name: line.get(name) for name in TOKEN_ARRAYS}
     given = {name: np.asarray(values) for name, values in arrays.items() if values is not None}
-    return TrajectoryTokens(**given)
+    return TrajectoryTokens(**given, segment_starts=tuple(line.get("segment_starts", ())))

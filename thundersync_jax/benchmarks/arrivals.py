@@ -19,7 +19,12 @@ from thundersync_jax.learner.reference import Attempt, objective_gradient
 from thundersync_jax.learner.score import Params, ScoreSettings
 from thundersync_jax.losses.objectives import make_objective
 from thundersync_jax.model.presets import TransformerConfig
-from thundersync_jax.trajectory import ScoredTurn, TrajectoryBuilder, TrajectoryTokens
+from thundersync_jax.trajectory import (
+    TOKEN_ARRAYS,
+    ScoredTurn,
+    TrajectoryBuilder,
+    TrajectoryTokens,
+)
 
 VOCAB_SIZE = 13
 
@@ -119,7 +124,7 @@ def turns_of(tokens: TrajectoryTokens) -> list[ScoredTurn]:
     ends = np.flatnonzero(mask[:-1] & ~mask[1:]) + 1
     is_tail = not mask[-1]
     cuts = [0, *(ends[:-1] if is_tail else ends).tolist(), tokens.num_tokens]
-    arrays: dict[str, Any] = {f.name: getattr(tokens, f.name) for f in dataclasses.fields(tokens)}
+    arrays: dict[str, Any] = {name: getattr(tokens, name) for name in TOKEN_ARRAYS}
     given = {name: array for name, array in arrays.items() if array is not None}
     return [
         ScoredTurn(

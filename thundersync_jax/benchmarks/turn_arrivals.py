@@ -19,7 +19,12 @@ from thundersync_jax.config_sections import OptimizerSection
 from thundersync_jax.learner.distiller import Distiller
 from thundersync_jax.model.presets import TransformerConfig
 from thundersync_jax.model.transformer import forward, init_params, logits
-from thundersync_jax.trajectory import ScoredTurn, TrajectoryBuilder, TrajectoryTokens
+from thundersync_jax.trajectory import (
+    TOKEN_ARRAYS,
+    ScoredTurn,
+    TrajectoryBuilder,
+    TrajectoryTokens,
+)
 
 LENGTH = 40
 
@@ -38,10 +43,11 @@ class TurnCase:
 
 def joined(turns: list[TrajectoryTokens]) -> TrajectoryTokens:
     """One trajectory of the turns; distillation has no reference."""
-    names = {field.name for field in dataclasses.fields(TrajectoryTokens)} - {"reference_logprobs"}
-    return TrajectoryTokens(
-        **{name: np.concatenate([getattr(turn, name) for turn in turns]) for name in names}
-    )
+    names = [name for name in TOKEN_ARRAYS if name != "reference_logprobs"]
+    arrays: dict[str, Any] = {
+        name: np.concatenate([getattr(turn, name) for turn in turns]) for name in names
+    }
+    return TrajectoryTokens(**arrays)
 
 
 def turn(

@@ -24,7 +24,12 @@ from thundersync_jax.learner.compilation import compile_apart, temporary_cache
 from thundersync_jax.learner.learner import Learner
 from thundersync_jax.model.presets import TransformerConfig, preset
 from thundersync_jax.model.transformer import init_params
-from thundersync_jax.trajectory import ScoredTurn, TrajectoryBuilder, TrajectoryTokens
+from thundersync_jax.trajectory import (
+    TOKEN_ARRAYS,
+    ScoredTurn,
+    TrajectoryBuilder,
+    TrajectoryTokens,
+)
 
 NUM_TURNS, TURN_TOKENS, READ_TOKENS, PROMPT_TOKENS = 6, 192, 64, 1
 NUM_PAIRED = 15
@@ -80,7 +85,7 @@ def turns(num_turns: int) -> list[ScoredTurn]:
 
 
 def whole(parts: list[ScoredTurn]) -> TrajectoryTokens:
-    names = [f.name for f in dataclasses.fields(TrajectoryTokens) if f.name != "reference_logprobs"]
+    names = [name for name in TOKEN_ARRAYS if name != "reference_logprobs"]
     arrays: dict[str, Any] = {
         name: np.concatenate([getattr(part.tokens, name) for part in parts]) for name in names
     }

@@ -19,12 +19,45 @@ if TYPE_CHECKING:
     from thundersync_jax.sandbox.base import SandboxPool
 
 
+ROLES = ("system", "user", "assistant", "tool")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Message:
+    """One entry of a conversation with a model that has a chat template."""
+
+    role: str
+    content: str
+
+    def __post_init__(self) -> None:
+        if self.role not in ROLES or not isinstance(self.content, str):
+            raise ValueError(
+                f"a message of role {self.role!r} with the content {self.content!r}: expected one "
+                f"of {ROLES} and a str"
+            )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Action:
-    """What the policy said in one turn: its stripped text, and the tool call in it if it parsed."""
+    """What the policy said in one turn.
+
+    Attributes:
+      text: without surrounding whitespace; of a chat model also without its reasoning, its tool
+        calls and control tokens.
+      tool_calls: in order, those that parsed; of a chat model they fit the schemas of its tools.
+      reasoning: what a chat model thought aloud before its text.
+      error: why what looks like a tool call is none, for the policy to read; "" otherwise.
+    """
 
     text: str
-    tool_call: ToolCall | None
+    tool_calls: tuple[ToolCall, ...] = ()
+    reasoning: str = ""
+    error: str = ""
+
+    @property
+    def tool_call(self) -> ToolCall | None:
+        """The first, for environments that answer one a turn."""
+        return self.tool_calls[0] if self.tool_calls else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,7 +115,7 @@ class Environment(Protocol):
 
     async def step(self, action: Action) -> Observation:
         """Runs one turn's action. A malformed action is an observation that says so, not an
-        exception.
+        exception: `action.error` says why where it looked like a tool call.
 
         Every turn comes here, also one of nothing but the end-of-sequence token.
         """
@@ -99,6 +132,10 @@ class Environment(Protocol):
 
 class EnvironmentSuite(Protocol):
     """All tasks of one kind.
+
+    A suite for chat models may have two more parts: `tools`, a sequence of `envs.tools.Tool`, and a
+    method `messages(task)` that returns the `Message`s every attempt starts from. Without them
+    there are no tools, and one message of the user: the task's instruction.
 
     Attributes:
       vocabulary: the words of a policy trained from scratch, one token each, separated by newlines
@@ -118,7 +155,7 @@ class EnvironmentSuite(Protocol):
         ...
 
     def prompt(self, task: Task) -> str:
-        """The text that every attempt at `task` starts from."""
+        """The text that every attempt of a policy with this vocabulary starts from."""
         ...
 
     def make(self, attempt: Attempt) -> Environment:

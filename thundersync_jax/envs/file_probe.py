@@ -1,9 +1,9 @@
 """`file_probe`: find the secret number in a file with a real tool.
 
 Every attempt gets a sandbox with the secret in a file and a shell function `probe N`, which reads
-that file, logs the guess and prints "higher", "lower" or "found". The policy speaks whole words
-("probe 3"), so that a model trained from scratch learns within minutes, while every turn is a real
-command in a real sandbox.
+that file, logs the guess and prints "higher", "lower" or "found". A policy trained from scratch
+speaks whole words ("probe 3"), so that it learns within minutes; a chat model calls the tool
+`probe` through its own template. Either way every turn is a real command in a real sandbox.
 
 The reward is recomputed from the tool's log and the task, after the agent has stopped: 1 - 0.5 k /
 max_turns for a secret found at turn k (from 0), else 0. Lognormal delays emulate slow tools and
@@ -22,9 +22,11 @@ from thundersync_jax.envs.base import (
     Attempt,
     DemonstratedTurn,
     Environment,
+    Message,
     Observation,
 )
 from thundersync_jax.envs.options import Delay, check_least
+from thundersync_jax.envs.tools import Tool
 from thundersync_jax.sandbox.base import SandboxError, SandboxLease
 from thundersync_jax.trajectory import Task
 
@@ -68,6 +70,20 @@ class FileProbeSuite:
 
     def prompt(self, task: Task) -> str:
         return "<bos>"
+
+    @property
+    def tools(self) -> Sequence[Tool]:
+        return (
+            Tool(
+                name="probe",
+                description="Says whether the secret number is higher or lower, or found.",
+                parameters={"value": {"type": "integer", "description": "The number to try."}},
+            ),
+        )
+
+    def messages(self, task: Task) -> Sequence[Message]:
+        asked = f"A file holds a secret number from 0 to {self.num_values - 1}."
+        return (Message(role="user", content=f"{asked} Find it with the tool probe."),)
 
     def make(self, attempt: Attempt) -> Environment:
         return FileProbe(self, attempt)
@@ -167,7 +183,7 @@ class FileProbe:
         self._turn += 1
         guess = self._guess(action)
         if guess is None:
-            return Observation(text="error")
+            return Observation(text=action.error or "error")
         self._probe_turns.append(turn)
         result = await self._sandbox.run(f"probe {guess}", _COMMAND_TIMEOUT_S)
         await _wait(self._suite.tool_delay.seconds(self._attempt.seed, turn))
@@ -205,9 +221,10 @@ class FileProbe:
     def _guess(self, action: Action) -> int | None:
         """The value of a valid call, else None."""
         call = action.tool_call
-        if call is None or call.name != "probe" or len(call.arguments) != 1:
+        words = () if call is None else (*call.arguments, *map(str, call.keywords.values()))
+        if call is None or call.name != "probe" or len(words) != 1:
             return None
-        word = call.arguments[0]
+        word = words[0]
         is_value = word.isascii() and word.isdigit() and int(word) < self._suite.num_values
         return int(word) if is_value else None
 

@@ -112,8 +112,8 @@ class BaseLearner(abc.ABC, Generic[AnyWork]):
     # -- what the caller enqueues ---------------------------------------------------------------
 
     def set_reward(self, group: int, index: int, reward: float) -> None:
-        """Gives a trajectory its verdict. Raises LearnerError or TrajectoryError; then nothing has
-        changed.
+        """Gives a trajectory its verdict. Raises LearnerError, TrajectoryError or ObjectiveError;
+        then nothing has changed.
         """
         found, member = self._find(group, index)
         try:
@@ -278,8 +278,9 @@ class BaseLearner(abc.ABC, Generic[AnyWork]):
         value = float(norm)  # blocks until the update is complete
         if not math.isfinite(value):
             self._failure = NonFiniteGradientError(
-                f"the batch gradient has norm {value} although every part of it is finite: a sum "
-                "overflowed. Call abandon() to start the step again"
+                f"the batch gradient has norm {value} although every part of it is finite: a sum, "
+                "or the sum of its squares, is beyond float32. Nothing was updated. Scale the "
+                "rewards down, or the objective's advantages, token weights or coefficients"
             )
             raise self._failure
         self._log.add("update", 0, 0, started_s)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,6 +33,8 @@ class Example:
       term_weights: float32 [M, T] of the objective's M term sums; None without any.
       reference_logprobs: float32 [T]; None unless a term needs them.
       prefix_length: tokens before these, whose keys and values the group shares; 0 without.
+      segment_starts: positions at which a trajectory begins again after what it shares, in order;
+        what comes before is not seen from there on.
     """
 
     tokens: np.ndarray
@@ -41,6 +44,7 @@ class Example:
     term_weights: np.ndarray | None = None
     reference_logprobs: np.ndarray | None = None
     prefix_length: int = 0
+    segment_starts: tuple[int, ...] = ()
 
     @property
     def action_mask(self) -> np.ndarray:
@@ -53,13 +57,21 @@ class Example:
         """Input positions to run; 0 when there is no action token."""
         return int(self.tokens.shape[0])
 
+    @property
+    def positions(self) -> np.ndarray:
+        """int32 [T]: of each token in its own segment, the prefix counted."""
+        bounds = (0, *self.segment_starts, self.num_positions)
+        lengths = [end - begin for begin, end in itertools.pairwise(bounds)]
+        return self.prefix_length + np.concatenate([np.arange(n, dtype=np.int32) for n in lengths])
+
 
 class Lanes(struct.PyTreeNode):
     """R x K lanes padded to one bucket T, the input of one program call.
 
     Attributes:
       tokens, targets: int32 [R, K, T].
-      positions: int32 [R, K, T]; the first of every trajectory is the length of its prefix.
+      positions: int32 [R, K, T]; the first of every trajectory, and of each of its segments, is the
+        length of its prefix.
       segment_ids: int32 [R, K, T]; 1, 2, ... for the trajectories of a lane, 0 for padding.
       weights: [R, K, T] in at least float32: a packed lane's hold its advantages too.
       behavior_logprobs: float32 [R, K, T].
@@ -145,27 +157,45 @@ def make_example(
             "reference_logprobs: give them with its tokens"
         )
     num_prompt = prompt_ids.shape[0]
-    actions = np.flatnonzero(tokens.action_mask)
-    end = num_prompt + int(actions[-1]) + 1 if actions.size else 1
-    ids = np.concatenate([prompt_ids, tokens.token_ids])[:end].astype(np.int32)
-    begin = num_prompt - 1 if is_shared and actions.size else 0
+    begin = num_prompt - 1 if is_shared and tokens.num_action_tokens else 0
+    ids = np.concatenate([prompt_ids, tokens.token_ids]).astype(np.int32)
+    sequences = [
+        np.concatenate([np.arange(begin, num_prompt), num_prompt + np.arange(*part)])
+        for part in _trimmed_segments(tokens)
+    ]
+    nothing = np.zeros(0, np.intp)
+    inputs = np.concatenate([nothing, *(sequence[:-1] for sequence in sequences)])
+    targets = np.concatenate([nothing, *(sequence[1:] for sequence in sequences)])
+    ends = itertools.accumulate(len(sequence) - 1 for sequence in sequences)
 
     def targeted(values: np.ndarray) -> np.ndarray:
         """[..., tokens] with zeros for the prompt, at the targets."""
         zeros = np.zeros((*values.shape[:-1], num_prompt), values.dtype)
-        return np.concatenate([zeros, values], axis=-1)[..., begin + 1 : end]
+        return np.concatenate([zeros, values], axis=-1)[..., targets]
 
     reference = tokens.reference_logprobs if objective.needs_reference else None
     terms = term_weights(objective, tokens.action_mask) if objective.term_sums else None
     return Example(
-        tokens=ids[begin:-1],
-        targets=ids[begin + 1 :],
+        tokens=ids[inputs],
+        targets=ids[targets],
         weights=targeted(token_weights(objective, tokens.action_mask)),
         behavior_logprobs=targeted(tokens.behavior_logprobs),
         term_weights=None if terms is None else targeted(terms),
         reference_logprobs=None if reference is None else targeted(reference),
         prefix_length=begin,
+        segment_starts=tuple(ends)[:-1],
     )
+
+
+def _trimmed_segments(tokens: TrajectoryTokens) -> list[tuple[int, int]]:
+    """The ranges of a trajectory's segments up to their last action tokens, where they have any."""
+    bounds = (0, *tokens.segment_starts, tokens.num_tokens)
+    found = []
+    for begin, end in itertools.pairwise(bounds):
+        actions = np.flatnonzero(tokens.action_mask[begin:end])
+        if actions.size:
+            found.append((begin, begin + int(actions[-1]) + 1))
+    return found
 
 
 def bucket_of(num_positions: int, buckets: Sequence[int]) -> int:
@@ -239,7 +269,7 @@ def _fill_lane(lanes: Any, lane: tuple[int, int], item: LaneItem) -> None:
         part = (*lane, slice(begin, end))
         lanes.tokens[part] = example.tokens
         lanes.targets[part] = example.targets
-        lanes.positions[part] = example.prefix_length + np.arange(example.num_positions)
+        lanes.positions[part] = example.positions
         lanes.segment_ids[part] = number
         lanes.weights[part] = example.weights * lanes.weights.dtype.type(scale)
         lanes.behavior_logprobs[part] = example.behavior_logprobs

@@ -27,6 +27,7 @@ from thundersync_jax.losses.objective import (
     length_scale,
     unscaled_weights,
 )
+from thundersync_jax.losses.objective_check import check_final_weights
 from thundersync_jax.trajectory import ScoredTurn, TrajectoryTokens
 
 
@@ -85,6 +86,9 @@ class Contents:
         is_shared = bool(group.prefix_bucket)
         try:
             example = make_example(group.prompt_ids, tokens, self._objective, is_shared=is_shared)
+            if turns is not None:
+                whole = unscaled_weights(self._objective, tokens.action_mask)
+                check_final_weights(self._objective, turns.weights, whole)
         except ObjectiveError as error:
             raise ObjectiveError(f"{name}: {error}") from error
         except ValueError as error:

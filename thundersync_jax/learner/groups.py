@@ -27,7 +27,7 @@ import numpy as np
 from thundersync_jax.learner.buckets import Example
 from thundersync_jax.learner.turns import TurnSequence
 from thundersync_jax.losses.normalizers import Counts
-from thundersync_jax.losses.objective import Objective
+from thundersync_jax.losses.objective import Objective, ObjectiveError
 from thundersync_jax.losses.objective_check import advantages_of, scale_of
 
 
@@ -294,10 +294,15 @@ class Group:
         return not self.is_zero and any(not m.is_by_turns for m in counted)
 
     def set_reward(self, member: Member, reward: float) -> None:
-        """Gives a member its verdict; raises LearnerError unless it waits for one."""
-        member.advance(Stage.READY, self.name(member))
-        cohort = self.cohort
-        shaped = cohort.objective.shape_reward(reward, member.num_action_tokens)
+        """Gives a member its verdict. Raises LearnerError unless it waits for one, and
+        ObjectiveError for a reward that cannot be shaped; then nothing has changed.
+        """
+        name, cohort = self.name(member), self.cohort
+        try:
+            shaped = cohort.objective.shape_reward(reward, member.num_action_tokens)
+        except ObjectiveError as error:
+            raise ObjectiveError(f"{name}: {error}") from error
+        member.advance(Stage.READY, name)
         if cohort.center is None:
             cohort.center = shaped
         member.graded, member.reward = reward, shaped

@@ -50,11 +50,19 @@ def score(
         params,
         lane.tokens[None],
         lane.positions[None],
-        lane.segment_ids[None],
+        _attention_ids(lane)[None],
         prefix,
         before,
     )[0]
     return sums_of(settings, params, hidden, lane)
+
+
+def _attention_ids(lane: Lanes) -> jax.Array:
+    """int32 [T]: equal for tokens that may see each other, 0 for padding: one for each segment of
+    each trajectory, which begins where positions do not go on.
+    """
+    begins = jnp.diff(lane.positions, prepend=-1) != 1
+    return jnp.where(lane.segment_ids > 0, 1 + jnp.cumsum(begins, dtype=jnp.int32), 0)
 
 
 def sums_of(

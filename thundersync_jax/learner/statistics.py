@@ -57,8 +57,8 @@ def refuse_non_finite(names: Sequence[str]) -> None:
         more = f"; and {len(names) - 8} more" if len(names) > 8 else ""
         raise NonFiniteGradientError(
             f"the score gradient is not finite for {'; '.join(names[:8])}{more}: look at its "
-            "log-probabilities and the weights. Nothing was updated: abandon() starts the step "
-            "again"
+            "log-probabilities and the weights, and at advantages, token weights and scores of an "
+            "objective of your own. Nothing was updated"
         )
 
 

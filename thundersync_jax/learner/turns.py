@@ -125,6 +125,11 @@ class TurnSequence:
         return self._ids[self._num_prompt :]
 
     @property
+    def weights(self) -> np.ndarray:
+        """Of `token_ids`, float64 [T]."""
+        return self._weights[self._num_prompt :]
+
+    @property
     def num_tokens(self) -> int:
         """Of prompt and turns."""
         return int(self._ids.shape[0])

@@ -41,6 +41,7 @@ from thundersync_jax.errors import ConfigError, check, check_choice
 from thundersync_jax.factory import call_factory, import_factory
 from thundersync_jax.losses import advantages as adv
 from thundersync_jax.losses import token_scores as scores
+from thundersync_jax.losses.guarded import guarded
 from thundersync_jax.losses.normalizers import Kind, Normalizer
 from thundersync_jax.losses.objective import (
     Objective,
@@ -57,6 +58,7 @@ from thundersync_jax.losses.regularizers import ESTIMATORS, entropy_term, kl_ter
 Score = Callable[[Any], Any]
 _KEY = "learner.objective_options"
 _TERMS = ("kl_coefficient", "entropy_coefficient", "distillation_coefficient")
+_KINDS = {float: "a finite number", int: "a whole number", bool: "True or False", str: "a name"}
 _READERS = {  # an option -> those of which one must be set for it
     "kl_estimator": ("kl_coefficient",),
     "distillation_ratio_cap": ("distillation_coefficient",),
@@ -109,13 +111,11 @@ class Common:
             "would pull to the same",
         )
         self._check_read()
-        is_shaped = self.overlong_tokens > 0 or self.overlong_cache > 0
-        check(
-            not is_shaped or 0 < self.overlong_cache <= self.overlong_tokens,
-            f"{_KEY}.overlong_cache",
-            self.overlong_cache,
-            f"1 to overlong_tokens = {self.overlong_tokens}, the last tokens before the limit",
-        )
+        limit, cache = self.overlong_tokens, self.overlong_cache
+        expected = f"at least 1 beside overlong_cache = {cache}: the limit, of which those are last"
+        check(limit > 0 or cache == 0, f"{_KEY}.overlong_tokens", limit, expected)
+        expected = f"1 to overlong_tokens = {limit}, the last tokens before the limit"
+        check(0 < cache <= limit or limit == 0, f"{_KEY}.overlong_cache", cache, expected)
 
     def _check_read(self) -> None:
         """Raises ConfigError for an option that is set where nothing reads it."""
@@ -143,7 +143,7 @@ class Common:
         terms = self._terms()
         is_tied = any(term.scope is Scope.GROUP for term in terms)
         if is_tied and streams is Streams.TRAJECTORY:
-            score, streams = WithAdvantage(score=score), Streams.GROUP
+            score, streams = scores.WithAdvantage(score=score), Streams.GROUP
         is_shaped = self.overlong_tokens > 0
         return Objective(
             name=name,
@@ -182,16 +182,6 @@ class Common:
 
     def _overlong(self) -> SoftOverlong:
         return SoftOverlong(limit=self.overlong_tokens, cache=self.overlong_cache)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class WithAdvantage:
-    """A_i times a score that does not contain it."""
-
-    score: Score
-
-    def __call__(self, tokens: Any) -> Any:
-        return tokens.advantages.astype(tokens.logprobs.dtype) * self.score(tokens)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -354,7 +344,7 @@ def make_objective(name: str, options: Mapping[str, Any]) -> Objective:
         f"a function that returns an Objective, it returned {type(objective).__name__}",
     )
     check_objective(objective)
-    return objective
+    return guarded(objective)
 
 
 def _check_options(name: str, options: Mapping[str, Any]) -> None:
@@ -370,7 +360,7 @@ def _check_options(name: str, options: Mapping[str, Any]) -> None:
             )
         kind = type(defaults[key])
         is_typed = type(value) is kind or (kind is float and type(value) is int)
-        check(is_typed, f"{_KEY}.{key}", value, f"a value of type {kind.__name__}")
+        check(is_typed, f"{_KEY}.{key}", value, f"{_KINDS[kind]}, as by default {defaults[key]!r}")
 
 
 def _truncated(cap: float) -> tuple[Score, bool]:

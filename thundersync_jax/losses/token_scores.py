@@ -7,6 +7,7 @@ compare by value, so that two equal objectives are one static argument of a prog
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,17 @@ def log_probability(tokens: Tokens) -> jax.Array:
     the gradient of log p: GRPO, PPO and DAPO step from there, and no clip binds.
     """
     return tokens.logprobs
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WithAdvantage:
+    """A times a score that does not contain it."""
+
+    score: Callable[[Tokens], jax.Array]
+
+    def __call__(self, tokens: Tokens) -> jax.Array:
+        assert tokens.advantages is not None
+        return tokens.advantages.astype(tokens.logprobs.dtype) * self.score(tokens)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

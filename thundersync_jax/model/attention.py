@@ -21,7 +21,7 @@ from thundersync_jax.model.layers import (
     rotate,
 )
 from thundersync_jax.model.presets import TransformerConfig
-from thundersync_jax.model.splash import Visible, splash
+from thundersync_jax.model.visible import Visible
 from thundersync_jax.sharding import constrain
 
 # Query-key pairs of one head that are scored at once.
@@ -187,6 +187,8 @@ class Attention(nn.Module):
         c, shape = self.config, query.shape
         query = query.reshape(*shape[:2], c.num_kv_heads, c.heads_per_kv_head, c.head_dim)
         if isinstance(mask, Visible):
+            from thundersync_jax.model.splash import splash
+
             return splash(query, keys, values, mask, prefix).reshape(shape)
         keys = constrain(keys, ("batch", None, "kv_heads", None))  # gathered over fsdp
         values = constrain(values, ("batch", None, "kv_heads", None))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -17,14 +16,7 @@ from thundersync_jax.model.presets import TransformerConfig
 from thundersync_jax.model.transformer import Params, logical_axes
 
 # Goes along from the directory that was imported; the rest follows from the parameters.
-_KEPT_ENTRIES = ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
-_KEPT_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "generation_config.json",
-)
+_KEPT = ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def export_hugging_face(
@@ -41,7 +33,7 @@ def export_hugging_face(
     Args:
       params: on devices of this host, in any float dtype.
       dtype: of the files.
-      source: the Hugging Face directory that was imported, whose tokenizer goes along.
+      source: the Hugging Face directory that was imported, whose special ids go along.
       max_file_bytes: of a file, and of the host's memory that this takes.
     """
     root.mkdir(parents=True, exist_ok=True)
@@ -65,9 +57,7 @@ def export_hugging_face(
     text = {**write_config(config), "torch_dtype": dtype}
     if source is not None:
         entries = json.loads((source / "config.json").read_text(encoding="utf-8"))
-        text |= {key: entries[key] for key in _KEPT_ENTRIES if key in entries}
-        for name in filter(lambda name: (source / name).exists(), _KEPT_FILES):
-            shutil.copy(source / name, root / name)
+        text |= {key: entries[key] for key in _KEPT if key in entries}
     (root / "config.json").write_text(json.dumps(text, indent=1))
 
 

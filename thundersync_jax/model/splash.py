@@ -1,8 +1,5 @@
 """Splash attention: the TPU kernel that never holds the scores of all queries and keys.
 
-    Visible      what every query may attend to, computed once for all layers
-    splash       the attention itself, differentiable in queries, keys and values
-
 Keys are P of a prefix, that every query may attend to where they are valid, and then the T of the
 queries themselves: a query attends to those of its own segment up to itself. The kernel's own
 segment ids cannot say "or the prefix", so they carry the validity of keys alone. Which of the T are
@@ -11,7 +8,8 @@ of the kernel unpacks it from the one integer a query has there.
 
 The kernel cannot be partitioned automatically: in a program of a mesh it runs under a shard_map of
 its own over the axes that are not manual yet, queries split over `fsdp`, heads over `tensor`.
-Called by `attention`, which has the plain form of the same function.
+Called by `attention`, which has the plain form of the same function and imports this module where a
+program takes the kernel: importing Pallas takes as long as JAX itself.
 """
 
 from __future__ import annotations
@@ -20,7 +18,6 @@ import functools
 import math
 from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
@@ -31,65 +28,16 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 from jax.sharding import PartitionSpec
 
 from thundersync_jax.model.kv_cache import KeysValues
-from thundersync_jax.model.presets import ModelError, TransformerConfig
-from thundersync_jax.sharding import FSDP, TENSOR, constrain
-
-# Queries and keys a step of the kernel works on: multiples of the smaller, at most the larger.
-MIN_BLOCK, MAX_BLOCK = 128, 512
-# "auto" takes the kernel from here on: the scores of a head are then 4 MB in float32.
-MIN_AUTO_LENGTH = 1024
-_INDEX_BITS = 16  # of an index and of a segment's start, packed in one integer
-MAX_LENGTH = 1 << _INDEX_BITS
-
-
-@flax.struct.dataclass
-class Visible:
-    """What every query may attend to.
-
-    Attributes:
-      ranges: int32 [B, T]; first own key << 16 | last own key.
-      valid: int32 [B, P + T]; 1 where a key may be attended at all.
-    """
-
-    ranges: jax.Array
-    valid: jax.Array
-
-
-def visible(segment_ids: jax.Array, prefix_valid: jax.Array | None) -> Visible:
-    """Of segments in ascending order along each row, the positions ascending within each.
-
-    Args:
-      segment_ids: int32 [B, T]; 0 is padding, which may lie anywhere.
-      prefix_valid: bool [B, P], or None without a prefix.
-    """
-    length = segment_ids.shape[1]
-    if length > MAX_LENGTH:
-        raise ModelError(
-            f"attention = 'splash' with {length} tokens in a row: expected at most {MAX_LENGTH}"
-        )
-    index = jnp.arange(length, dtype=jnp.int32)
-    reached = jax.lax.cummax(segment_ids, axis=1)  # padding belongs to what precedes it
-    is_first = jnp.diff(reached, axis=1, prepend=0) != 0
-    first = jax.lax.cummax(jnp.where(is_first, index, 0), axis=1)
-    valid = (segment_ids != 0).astype(jnp.int32)
-    if prefix_valid is not None:
-        valid = jnp.concatenate([prefix_valid.astype(jnp.int32), valid], axis=1)
-    # Whole on every device: a scan along a row that is split costs more than the row.
-    ranges = constrain(first << _INDEX_BITS | index, ("batch", None))
-    return Visible(ranges=ranges, valid=constrain(valid, ("batch", None)))
-
-
-def wants_splash(config: TransformerConfig, length: int) -> bool:
-    """Whether rows of `length` tokens take the kernel in the program that is being traced."""
-    if config.attention != "auto":
-        return config.attention == "splash"
-    return (
-        _platform() == "tpu"
-        and not config.windows
-        and config.dtype != "float64"
-        and MIN_AUTO_LENGTH <= length <= MAX_LENGTH
-        and length % (MIN_BLOCK * _num_query_shards()) == 0
-    )
+from thundersync_jax.model.visible import (
+    INDEX_BITS,
+    MAX_BLOCK,
+    MAX_LENGTH,
+    MIN_BLOCK,
+    Visible,
+    num_query_shards,
+    platform,
+)
+from thundersync_jax.sharding import FSDP, TENSOR
 
 
 def splash(
@@ -110,13 +58,13 @@ def splash(
       [B, T, K, G, H] in the query's dtype. Queries that may attend to nothing get a finite,
       meaningless output.
     """
-    length, shards = query.shape[1], _num_query_shards()
+    length, shards = query.shape[1], num_query_shards()
     num_before = 0 if prefix is None else prefix.keys.shape[1]
     block_q = _block(length // shards)
     block_kv = _block(length)
     padded = _round_up(length, math.lcm(shards * block_q, block_kv))
     padded_before = _round_up(num_before, math.lcm(shards, block_kv))
-    kernel = _kernel(padded, padded_before, shards, block_q, block_kv, _platform() != "tpu")
+    kernel = _kernel(padded, padded_before, shards, block_q, block_kv, platform() != "tpu")
 
     # The kernel has no scale of its own, and its heads come before the length.
     scaled = query * query.shape[-1] ** -0.5
@@ -145,18 +93,6 @@ def splash(
         ),
     )
     return attended.transpose(0, 3, 1, 2, 4)[:, :length]
-
-
-def _platform() -> str:
-    """That the traced program is for: the mesh knows, also when it is compiled on another."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return jax.default_backend() if device is None else device.platform
-
-
-def _num_query_shards() -> int:
-    """Over how many devices of the program's mesh the queries of a row are split."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return 1 if mesh.empty else mesh.shape[FSDP]
 
 
 def _on_mesh(
@@ -253,7 +189,7 @@ class _PrefixAndRange(masks._ComputableMask):
 
 def _sees(prefix: int, ranges: jax.Array, key: jax.Array) -> jax.Array:
     own = key - prefix
-    first, last = (ranges >> _INDEX_BITS) & (MAX_LENGTH - 1), ranges & (MAX_LENGTH - 1)
+    first, last = (ranges >> INDEX_BITS) & (MAX_LENGTH - 1), ranges & (MAX_LENGTH - 1)
     return (own < 0) | ((own >= first) & (own <= last))
 
 

@@ -38,7 +38,7 @@ from thundersync_jax.model.layers import (
     rotary_tables,
 )
 from thundersync_jax.model.presets import ModelError, TransformerConfig
-from thundersync_jax.model.splash import visible, wants_splash
+from thundersync_jax.model.visible import visible, wants_splash
 from thundersync_jax.sharding import constrain
 
 Params = dict[str, Any]

@@ -3,10 +3,11 @@
 Invariants:
   * Sampled ids are stored as they came, together with their log-probabilities and versions; text is
     decoded from them for parsers and never encoded again.
-  * The context of every request is the prompt and then exactly the ids of the trajectory.
+  * The context of every request is the prompt and then exactly the ids of the trajectory, or of its
+    last segment: where a chat template rewrites history, the trajectory goes on in a new one.
   * Every trajectory ends in an action token: an observation is appended with the turn that read it,
     because nothing after the last action token has a gradient.
-  * `<eos>` ends a turn, and nothing else: every turn goes to the environment, which alone decides
+  * A stop id ends a turn, and nothing else: every turn goes to the environment, which alone decides
     when the attempt is over, within the budgets.
   * Draws depend on (run seed, step, group, index, turn) and not on scheduling.
 
@@ -21,10 +22,9 @@ from collections.abc import Callable
 from thundersync_jax.config_sampling import SamplingSection
 from thundersync_jax.config_sections import RolloutSection
 from thundersync_jax.envs.base import Action, Environment, Observation
-from thundersync_jax.rollout.chat import Tokenizer
 from thundersync_jax.rollout.phases import AttemptError, contained, run_phase
+from thundersync_jax.rollout.renderer import Conversation, Renderer
 from thundersync_jax.rollout.scoring import TurnSink
-from thundersync_jax.rollout.tool_calls import parse_command_line
 from thundersync_jax.trajectory import Rollout, TrajectoryBuilder, TrajectoryKey, Turn
 from thundersync_jax.transport.client import PolicyClient
 from thundersync_jax.transport.messages import (
@@ -42,20 +42,14 @@ def derive_seed(run_seed: int, *path: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def truncate_middle(token_ids: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
-    """The head and the tail of `token_ids`, `max_tokens` in all; errors tend to be at the end."""
-    if len(token_ids) <= max_tokens:
-        return token_ids
-    num_head = (max_tokens + 1) // 2
-    return token_ids[:num_head] + token_ids[len(token_ids) - (max_tokens - num_head) :]
-
-
 class Agent:
     """One trajectory while it grows.
 
     Args:
+      renderer, conversation: what ids mean, and this attempt's words so far.
       key, task_id, prompt_ids: which trajectory, and the ids it starts from.
-      max_context: the most tokens of prompt and trajectory together.
+      max_context: the most tokens of prompt and trajectory together; every segment counts the
+        prompt again, as the learner's row may.
       clock: seconds since the run's clock began, for the turns' time stamps.
       turn_sink: hears every turn as soon as it is sampled.
     """
@@ -65,7 +59,8 @@ class Agent:
         *,
         client: PolicyClient,
         environment: Environment,
-        tokenizer: Tokenizer,
+        renderer: Renderer,
+        conversation: Conversation,
         key: TrajectoryKey,
         task_id: str,
         prompt_ids: tuple[int, ...],
@@ -78,7 +73,8 @@ class Agent:
     ) -> None:
         self._client = client
         self._environment = environment
-        self._tokenizer = tokenizer
+        self._renderer = renderer
+        self._conversation = conversation
         self._key = key
         self._task_id = task_id
         self._prompt_ids = prompt_ids
@@ -89,7 +85,8 @@ class Agent:
         self._clock = clock
         self._turn_sink = turn_sink
         self._builder = TrajectoryBuilder()
-        self._pending: tuple[int, ...] = ()
+        self._pending = conversation.opening_ids
+        self._is_rewritten = False  # what is pending begins a segment
         self._turns: list[Turn] = []
 
     async def run(self) -> Rollout:
@@ -117,14 +114,17 @@ class Agent:
     async def _run_turn(self) -> str | None:
         """One emission and its observation. Returns why the agent stops, or None to go on."""
         started_s = self._clock()
+        if self._is_rewritten:
+            await self._client.release(self._key)  # a session's context only grows
         result = await self._client.sample(self._request())
         sampled_s = self._clock()
         if not result.token_ids:
             return "context"
         self._append(result)
         with contained("decode", self._key):
-            text = self._tokenizer.decode(result.token_ids)
-        observation = await self._step(text)
+            text = self._renderer.tokenizer.decode(result.token_ids)
+            action = self._conversation.hear(result.token_ids)
+        observation = await self._step(action)
         self._turns.append(
             Turn(
                 num_action_tokens=len(result.token_ids),
@@ -134,6 +134,7 @@ class Agent:
                 sampled_s=sampled_s,
                 ended_s=self._clock(),
                 slot=result.slot,
+                error=action.error,
             )
         )
         if observation.is_done:
@@ -142,44 +143,49 @@ class Agent:
 
     def _append(self, result: SampleResult) -> None:
         """What this turn read, and what it sampled; the sink hears of it."""
+        if self._is_rewritten:
+            self._builder.begin_segment()
         turn = TrajectoryBuilder()
         for builder in (self._builder, turn):
             builder.append_observation(self._pending)
             builder.append_action(result.token_ids, result.logprobs, result.policy_versions)
-        self._pending = ()
         if self._turn_sink is not None:
             with contained("build", self._key):
                 tokens = turn.build()
-            self._turn_sink.submit(tokens)
+            self._turn_sink.submit(tokens, begins_segment=self._is_rewritten)
+        self._pending, self._is_rewritten = (), False
 
     def _request(self) -> SampleRequest:
-        key = self._key
+        key, past = self._key, self._builder
         return SampleRequest(
             session=key,
-            context_ids=self._prompt_ids + self._builder.token_ids + self._pending,
+            context_ids=self._prompt_ids
+            + (() if self._is_rewritten else past.segment_ids)
+            + self._pending,
             sampling=SamplingParams(
                 temperature=self._sampling.temperature,
                 top_k=self._sampling.top_k,
                 top_p=self._sampling.top_p,
-                stop_ids=frozenset({self._tokenizer.eos_id}),
+                stop_ids=self._renderer.stop_ids,
                 max_tokens=min(
                     self._limits.max_turn_tokens, self._room_in_total(), self._room_in_context()
                 ),
                 seed=derive_seed(self._run_seed, key.step, key.group, key.index, len(self._turns)),
             ),
+            policy_version=past.policy_version if self._is_rewritten else None,
         )
 
-    async def _step(self, text: str) -> Observation:
+    async def _step(self, action: Action) -> Observation:
         """The environment's answer; its ids wait in `_pending` for the turn that reads them."""
-        action = Action(text=text.strip(), tool_call=parse_command_line(text))
 
         async def step() -> Observation:
             observation = await self._environment.step(action)
             if not isinstance(observation, Observation):
                 raise TypeError(f"step must return an Observation, got {observation!r}")
             if not observation.is_done:
-                ids = self._tokenizer.encode(observation.text)
-                self._pending = truncate_middle(ids, self._limits.max_observation_tokens)
+                most = self._limits.max_observation_tokens
+                reply = self._conversation.answer(observation, most)
+                self._pending, self._is_rewritten = reply.token_ids, reply.is_rewritten
             return observation
 
         phase = f"step {len(self._turns)}"
@@ -197,4 +203,6 @@ class Agent:
         return self._limits.max_tokens - len(self._builder) - len(self._pending)
 
     def _room_in_context(self) -> int:
-        return self._max_context - len(self._prompt_ids) - len(self._builder) - len(self._pending)
+        num_prompts = self._builder.num_segments + self._is_rewritten
+        used = num_prompts * len(self._prompt_ids) + len(self._builder) + len(self._pending)
+        return self._max_context - used

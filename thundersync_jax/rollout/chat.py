@@ -14,16 +14,19 @@ import dataclasses
 import functools
 import hashlib
 import itertools
+import re
 from collections.abc import Sequence
 
 from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as TokenizersBackend
 
 from thundersync_jax.errors import UserError
+from thundersync_jax.transport.text_stream import TextStream
 
 BOS = "<bos>"
 EOS = "<eos>"
 _UNKNOWN = "<unknown>"
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
 
 
 class TokenizerError(UserError, ValueError):
@@ -87,6 +90,16 @@ class Tokenizer:
                 token_ids, key=lambda token_id: 0 <= token_id < self.vocab_size
             )
         )
+
+    @functools.cached_property
+    def byte_ids(self) -> frozenset[int]:
+        """Single bytes, for characters that the vocabulary lacks; a run of them is one text."""
+        vocabulary = self.backend.get_vocab(with_added_tokens=False)
+        return frozenset(i for token, i in vocabulary.items() if _BYTE.fullmatch(token))
+
+    def text_stream(self) -> TextStream:
+        """The text of tokens as they come."""
+        return TextStream(self.decode, self.byte_ids)
 
 
 def word_tokenizer(vocabulary: Sequence[str]) -> Tokenizer:

@@ -24,8 +24,8 @@ from thundersync_jax.config_sampling import SamplingSection
 from thundersync_jax.config_sections import RolloutSection
 from thundersync_jax.envs.base import Attempt, Environment, EnvironmentSuite
 from thundersync_jax.rollout.agent import Agent, derive_seed
-from thundersync_jax.rollout.chat import Tokenizer
 from thundersync_jax.rollout.phases import AttemptError, contained, run_phase, to_completion
+from thundersync_jax.rollout.renderer import Renderer
 from thundersync_jax.rollout.scoring import TurnListener, TurnScoring, TurnSink, UnscoredTurns
 from thundersync_jax.trajectory import Rollout, Task, TrajectoryKey, Verdict, check_reward
 from thundersync_jax.transport.client import PolicyClient, ScoreClient, ServingError
@@ -54,7 +54,7 @@ class RolloutRunner:
         *,
         client: PolicyClient,
         suite: EnvironmentSuite,
-        tokenizer: Tokenizer,
+        renderer: Renderer,
         sandboxes: SandboxPool,
         limits: RolloutSection,
         sampling: SamplingSection,
@@ -66,7 +66,7 @@ class RolloutRunner:
     ) -> None:
         self._client = client
         self._suite = suite
-        self._tokenizer = tokenizer
+        self._renderer = renderer
         self._sandboxes = sandboxes
         self._limits = limits
         self._sampling = sampling
@@ -113,11 +113,14 @@ class RolloutRunner:
         prompt_ids: tuple[int, ...],
         environment: Environment,
     ) -> Rollout:
+        with contained("render", key):
+            conversation = self._renderer.begin(task)
         async with self._turn_sink(key, prompt_ids) as turn_sink:
             agent = Agent(
                 client=self._client,
                 environment=environment,
-                tokenizer=self._tokenizer,
+                renderer=self._renderer,
+                conversation=conversation,
                 key=key,
                 task_id=task.task_id,
                 prompt_ids=prompt_ids,

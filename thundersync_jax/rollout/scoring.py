@@ -40,8 +40,8 @@ TurnListener = Callable[[TrajectoryKey, ScoredTurn], None]
 class TurnSink(Protocol):
     """Takes the turns of one attempt."""
 
-    def submit(self, tokens: TrajectoryTokens) -> None:
-        """A turn has been sampled."""
+    def submit(self, tokens: TrajectoryTokens, *, begins_segment: bool) -> None:
+        """A turn has been sampled; it follows the prompt alone where it `begins_segment`."""
 
     def complete(self, rollout: Rollout) -> Rollout:
         """The content with what was said of its turns, once all are finished."""
@@ -54,7 +54,8 @@ class UnscoredTurns:
         self._key = key
         self._on_turn = on_turn
 
-    def submit(self, tokens: TrajectoryTokens) -> None:
+    def submit(self, tokens: TrajectoryTokens, *, begins_segment: bool) -> None:
+        _check_one_segment(self._key, begins_segment)
         self._on_turn(self._key, ScoredTurn(tokens=tokens, teacher_logprobs=None))
 
     def complete(self, rollout: Rollout) -> Rollout:
@@ -78,20 +79,23 @@ class TurnScoring:
     ) -> None:
         self._client = client
         self._key = key
+        self._prompt_ids = prompt_ids
         self._context_ids = prompt_ids
         self._on_turn = on_turn
         self._reference: list[TrajectoryTokens] = []
-        self._turns: asyncio.Queue[TrajectoryTokens | None] = asyncio.Queue()
+        self._turns: asyncio.Queue[tuple[TrajectoryTokens, bool] | None] = asyncio.Queue()
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._score_all(), name=f"scoring of {self._key}")
 
-    def submit(self, tokens: TrajectoryTokens) -> None:
+    def submit(self, tokens: TrajectoryTokens, *, begins_segment: bool) -> None:
         """Queues a turn. Raises AttemptError when one before it could not be scored."""
+        if self._on_turn is not None:
+            _check_one_segment(self._key, begins_segment)
         if self._task is not None and self._task.done():
             self._task.result()
-        self._turns.put_nowait(tokens)
+        self._turns.put_nowait((tokens, begins_segment))
 
     async def finish(self) -> None:
         """Waits for the scores of every turn, each for at most the client's own deadline."""
@@ -121,7 +125,11 @@ class TurnScoring:
         await self._client.release(self._key)
 
     async def _score_all(self) -> None:
-        while (tokens := await self._turns.get()) is not None:
+        while (turn := await self._turns.get()) is not None:
+            tokens, begins_segment = turn
+            if begins_segment:
+                await self._client.release(self._key)  # a session's context only grows
+                self._context_ids = self._prompt_ids
             first = len(self._context_ids)
             self._context_ids += tuple(tokens.token_ids.tolist())
             request = ScoreRequest(session=self._key, context_ids=self._context_ids, first=first)
@@ -137,3 +145,13 @@ class TurnScoring:
             self._reference.append(dataclasses.replace(tokens, reference_logprobs=scores))
         else:
             self._on_turn(self._key, ScoredTurn(tokens=tokens, teacher_logprobs=scores))
+
+
+def _check_one_segment(key: TrajectoryKey, begins_segment: bool) -> None:
+    """Who learns from turns as they come knows trajectories of one segment only."""
+    if begins_segment:
+        raise AttemptError(
+            f"the chat template rewrote what {key} had said, and its turns are streamed or taught "
+            "as they come: set config.chat.history = 'append', or learner.stream_turns = 'never' "
+            "and no opd.teacher"
+        )

@@ -13,16 +13,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as TokenizersBackend
+from tokenizers import models
 
-from thundersync_jax.rollout.chat import Tokenizer, TokenizerError
+from thundersync_jax.rollout.chat import Tokenizer, TokenizerError, word_tokenizer
 
 TEMPLATE_FILE = "chat_template.jinja"
 _CONFIG = "tokenizer_config.json"
+_SPECIAL = "special_tokens_map.json"
+_GENERATION = "generation_config.json"
 _TOOL_TEMPLATE = "tool_use"  # of a directory with several templates, the one for tools
 
 
@@ -42,6 +46,11 @@ class TokenizerFiles:
     template: str
     template_name: str
 
+    @property
+    def has_words(self) -> bool:
+        """It is a vocabulary of words, as of policies that are trained from scratch."""
+        return isinstance(self.tokenizer.backend.model, models.WordLevel)
+
 
 def read_tokenizer_files(root: Path) -> TokenizerFiles:
     """Raises TokenizerError for a directory without a tokenizer, or with files that disagree."""
@@ -60,7 +69,7 @@ def read_tokenizer_files(root: Path) -> TokenizerFiles:
     backend.no_truncation()
     backend.no_padding()
     settings = _json(root / _CONFIG)
-    special = _special_tokens(_json(root / "special_tokens_map.json") | settings)
+    special = _special_tokens(_json(root / _SPECIAL) | settings)
     used = [name for name in ("bos_token", "eos_token") if name in special]
     ids = {name: _id_of(backend, special[name], name, root) for name in used}
     if "eos_token" not in ids:
@@ -69,19 +78,31 @@ def read_tokenizer_files(root: Path) -> TokenizerFiles:
         )
     vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
     template, name = _template(root, settings)
-    return TokenizerFiles(
-        tokenizer=Tokenizer(
+    if isinstance(backend.model, models.WordLevel):
+        vocabulary = backend.get_vocab(with_added_tokens=False)
+        tokenizer = word_tokenizer(sorted(vocabulary, key=lambda word: vocabulary[word]))
+    else:
+        tokenizer = Tokenizer(
             backend=backend,
             vocab_size=vocab_size,
             bos_id=ids.get("bos_token"),
             eos_id=ids["eos_token"],
             unused_text="\ufffd",
-        ),
+        )
+    return TokenizerFiles(
+        tokenizer=tokenizer,
         special_tokens=special,
         end_ids=_end_ids(root, vocab_size) | {ids["eos_token"]},
         template=template,
         template_name=name,
     )
+
+
+def copy_tokenizer_files(root: Path, to: Path) -> None:
+    """Copies a directory's tokenizer and template, whatever form they have there."""
+    for name in ("tokenizer.json", _CONFIG, _SPECIAL, TEMPLATE_FILE, _GENERATION):
+        if (root / name).is_file():
+            shutil.copyfile(root / name, to / name)
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
@@ -105,7 +126,7 @@ def _id_of(backend: TokenizersBackend, token: str, name: str, root: Path) -> int
 
 
 def _end_ids(root: Path, vocab_size: int) -> frozenset[int]:
-    path = root / "generation_config.json"
+    path = root / _GENERATION
     value = _json(path).get("eos_token_id", [])
     ids = frozenset(value if isinstance(value, list) else [value])
     outside = [i for i in ids if type(i) is not int or not 0 <= i < vocab_size]

@@ -134,5 +134,5 @@ def _check_sampling(session: TrajectoryKey, sampling: SamplingParams, has_text: 
     if sampling.stop_strings and not has_text:
         raise ServingError(
             f"{session}: stop_strings = {sampling.stop_strings!r} need text, and this server has "
-            "ids only: ask for stop_ids, or give ServingWorker a decode function"
+            "ids only: ask for stop_ids, or give ServingWorker a text stream"
         )

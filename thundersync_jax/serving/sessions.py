@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from thundersync_jax.trajectory import TrajectoryKey
 from thundersync_jax.transport.messages import (
@@ -16,8 +16,9 @@ from thundersync_jax.transport.messages import (
     SampleRequest,
     SampleResult,
 )
+from thundersync_jax.transport.text_stream import TextStream
 
-Decode = Callable[[Sequence[int]], str]
+MakeStream = Callable[[], TextStream]
 
 
 class TurnState(enum.Enum):
@@ -48,27 +49,29 @@ class Turn:
     token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     policy_versions: list[int] = dataclasses.field(default_factory=list)
+    _stream: TextStream | None = None
+    _tail: str = ""  # of its text: what may begin a stop string
 
     def move(self, state: TurnState) -> None:
         if state not in _NEXT_STATES[self.state]:
             raise AssertionError(f"a turn cannot go from {self.state.name} to {state.name}")
         self.state = state
 
-    def cut_at_stop_string(self, num_new: int, decode: Decode) -> bool:
+    def cut_at_stop_string(self, num_new: int, make_stream: MakeStream) -> bool:
         """Ends with the token that completes a stop string, if one of the last `num_new` does."""
         stops = self.request.sampling.stop_strings
-
-        def has_stop(count: int) -> bool:
-            text = decode(self.token_ids[:count])
-            return any(stop in text for stop in stops)
-
-        total = len(self.token_ids)
-        if not stops or not num_new or not has_stop(total):
+        if not stops:
             return False
-        kept = next(n for n in range(total - num_new + 1, total + 1) if has_stop(n))
-        for values in (self.token_ids, self.logprobs, self.policy_versions):
-            del values[kept:]
-        return True
+        self._stream = self._stream or make_stream()
+        total, num_kept = len(self.token_ids), max(map(len, stops)) - 1
+        for end in range(total - num_new + 1, total + 1):
+            text = self._tail + self._stream.push(self.token_ids[end - 1 : end])
+            if any(stop in text for stop in stops):
+                for values in (self.token_ids, self.logprobs, self.policy_versions):
+                    del values[end:]
+                return True
+            self._tail = text[len(text) - min(num_kept, len(text)) :]
+        return False
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)

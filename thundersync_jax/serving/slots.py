@@ -26,7 +26,7 @@ from thundersync_jax.model.kv_cache import KVCache
 from thundersync_jax.serving.decode_state import Piece, Sampled
 from thundersync_jax.serving.request_check import check_request
 from thundersync_jax.serving.rows import RowDevice, RowStore
-from thundersync_jax.serving.sessions import Decode, Session, Turn, TurnState
+from thundersync_jax.serving.sessions import MakeStream, Session, Turn, TurnState
 from thundersync_jax.trajectory import TrajectoryKey
 from thundersync_jax.transport.client import ServingError
 from thundersync_jax.transport.messages import FinishReason, SampleResult, ServingStatistics
@@ -57,7 +57,7 @@ class SlotTable:
         parked_bytes: int,
         host_bytes: int,
         patience_s: float,
-        decode: Decode | None = None,
+        make_stream: MakeStream | None = None,
     ) -> None:
         self._device = device
         self._num_slots = num_slots
@@ -65,7 +65,7 @@ class SlotTable:
         self._vocab_size = vocab_size
         self._buckets = tuple(extend_buckets)
         self._patience_s = patience_s
-        self._decode = decode
+        self._make_stream = make_stream
         self._store = RowStore(
             device, row_length=row_length, device_bytes=parked_bytes, host_bytes=host_bytes
         )
@@ -131,7 +131,7 @@ class SlotTable:
             session.token_ids,
             row_length=self._row_length,
             vocab_size=self._vocab_size,
-            has_text=self._decode is not None,
+            has_text=self._make_stream is not None,
         )
         turn.submitted_s = now_s
         session.turn = turn
@@ -313,7 +313,8 @@ class SlotTable:
         """Why the turn ends with its newest tokens, or None; cuts it at a stop string."""
         turn = session.running
         try:
-            is_cut = self._decode is not None and turn.cut_at_stop_string(num_new, self._decode)
+            stream = self._make_stream
+            is_cut = stream is not None and turn.cut_at_stop_string(num_new, stream)
         except (ValueError, LookupError, TypeError) as error:
             return ServingError(f"{session.key}: its tokens cannot be decoded: {error!r}")
         if is_cut or turn.token_ids[-1] in turn.request.sampling.stop_ids:

@@ -27,7 +27,7 @@ from thundersync_jax.serving.batch import DecodeBatch
 from thundersync_jax.serving.command_thread import CommandThread, answer_of, settle
 from thundersync_jax.serving.engine import PolicyEngine
 from thundersync_jax.serving.request_check import check_types, check_version
-from thundersync_jax.serving.sessions import Decode, Turn, TurnState
+from thundersync_jax.serving.sessions import MakeStream, Turn, TurnState
 from thundersync_jax.serving.slots import Finished, SlotTable
 from thundersync_jax.trajectory import TrajectoryKey
 from thundersync_jax.transport.client import ServingError
@@ -67,10 +67,10 @@ class ServingWorker:
     """Samples turns of many sessions on one engine. Implements `transport.client.PolicyClient`.
 
     Args:
-      decode: text of token ids, for requests with stop strings.
+      make_stream: text of tokens as they come, for requests with stop strings.
     """
 
-    def __init__(self, engine: PolicyEngine, decode: Decode | None = None) -> None:
+    def __init__(self, engine: PolicyEngine, make_stream: MakeStream | None = None) -> None:
         serving = engine.serving
         self._engine = engine
         self._timeout_s = serving.request_timeout_s
@@ -84,7 +84,7 @@ class ServingWorker:
             parked_bytes=serving.parked_bytes,
             host_bytes=serving.host_bytes,
             patience_s=PATIENCE * self._timeout_s,
-            decode=decode,
+            make_stream=make_stream,
         )
         self._publishing: _Publish | None = None
         self._held: list[Turn] = []  # of new sessions, while new weights wait
