@@ -15,6 +15,7 @@ import jax
 import numpy as np
 import pytest
 import small_run
+from chat_models import write_tokenizer
 from ml_collections import ConfigDict
 from model_reference import random_params
 from test_hugging_face import everywhere
@@ -32,6 +33,7 @@ from thundersync_jax.model.export_hf import export_hugging_face
 from thundersync_jax.model.import_hf import HuggingFaceDirectory
 from thundersync_jax.model.presets import preset
 from thundersync_jax.rollout.chat import TokenizerError, word_tokenizer
+from thundersync_jax.rollout.tokenizer_files import read_tokenizer_files
 from thundersync_jax.runtime import load_renderer
 from thundersync_jax.saved_policy import FRESH, load_policy, newest_step
 from thundersync_jax.sharding import MeshShape, make_mesh
@@ -66,36 +68,50 @@ def assert_equal(got: Any, want: Any) -> None:
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
-def test_a_run_begins_with_the_checkpoint_resumes_and_is_exported(checkpoint: Path, tmp_path: Path):
-    workdir = WorkDirectory(tmp_path / "run")
-    workdir.root.mkdir()
-    workdir.compile_cache.symlink_to(jax.config.jax_compilation_cache_dir)
+def test_a_chat_model_is_trained_resumed_and_exported(tmp_path: Path):
+    """With the tokenizer and template of its own directory, and rows for more ids than these."""
+    directory, workdir = write_tokenizer(tmp_path / "qwen3", "qwen3"), tmp_path / "run"
+    tokenizer = read_tokenizer_files(directory).tokenizer
+    model = dataclasses.replace(MODEL, vocab_size=tokenizer.vocab_size + 3)
+    export_hugging_face(model, random_params(model, 1), directory, dtype="float32")
+    edit(directory / "config.json", max_position_embeddings=1024, eos_token_id=tokenizer.eos_id)
     arguments = (
-        f"--config={TESTS / 'small_run.py'}",
-        f"--workdir={workdir.root}",
-        f"--config.model.checkpoint={checkpoint}",
-        "--config.checkpoint.every_steps=1",
+        f"--config={TESTS / 'chat_run.py'}",
+        f"--workdir={workdir}",
+        f"--config.model.checkpoint={directory}",
+        "--config.model.preset=",
     )
+    workdir.mkdir()
+    (workdir / "compile_cache").symlink_to(jax.config.jax_compilation_cache_dir)
     for num_steps in (1, 2):
         done = run("train", *arguments, f"--config.run.num_steps={num_steps}")
         assert done.returncode == 0, done.stderr
     assert "resumed from the checkpoint of step 1" in done.stdout + done.stderr
-    lines = list(read_jsonl(workdir.metrics))
-    assert [line["step"] for line in lines] == [0, 1]
-    assert all(line["num_failed"] == 0 for line in lines)
-    saved = json.loads(workdir.config.read_text())
-    assert saved["tokenizer"] == TOKENIZER.fingerprint
+    for line in read_jsonl(workdir / "metrics.jsonl"):
+        assert line["num_failed"] == 0 and line["logprob_gap_max"] <= 1e-4
+    saved = json.loads((workdir / "config.json").read_text())
+    assert saved["tokenizer"] == tokenizer.fingerprint
 
     to = tmp_path / "exported"
-    done = run("export", f"--workdir={workdir.root}", f"--to={to}", "--dtype=float32")
+    done = run("export", f"--workdir={workdir}", f"--to={to}", "--dtype=float32")
     assert done.returncode == 0, done.stderr
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        assert (to / name).read_bytes() == (checkpoint / name).read_bytes()
-    with HuggingFaceDirectory(to) as directory:
-        exported = directory.load(directory.config, everywhere(directory.config))
-    newest = newest_step(workdir.checkpoints)
-    config = resolve(small_run.get_config())
-    assert_equal(load_policy(config, MODEL, workdir, newest)[0], exported)
+    entries = json.loads((to / "config.json").read_text())
+    assert (
+        entries["max_position_embeddings"] == 1024 and entries["eos_token_id"] == tokenizer.eos_id
+    )
+    assert read_tokenizer_files(to).tokenizer.fingerprint == tokenizer.fingerprint
+    with HuggingFaceDirectory(to) as exported:
+        params = exported.load(exported.config, everywhere(exported.config))
+    config, paths = resolve(small_run.get_config()), WorkDirectory(workdir)
+    assert_equal(load_policy(config, model, paths, newest_step(paths.checkpoints))[0], params)
+
+
+def test_an_exported_vocabulary_of_words_is_the_words_again(checkpoint: Path):
+    config = small_run.get_config()
+    config.model.checkpoint = str(checkpoint)
+    renderer = load_renderer(resolve(config), file_probe(**OPTIONS))
+    assert renderer.tokenizer.fingerprint == TOKENIZER.fingerprint
+    assert make_model(ModelSection(checkpoint=str(checkpoint)), renderer.tokenizer) == MODEL
 
 
 def test_the_first_parameters_are_the_checkpoints(checkpoint: Path, tmp_path: Path):
