@@ -185,7 +185,8 @@ def load_suite(env: EnvSection) -> EnvironmentSuite:
 
 def load_renderer(config: RunConfig, suite: EnvironmentSuite) -> Renderer:
     """The suite's words, or the chat template of the configured tokenizer's directory."""
-    return make_renderer(suite, config.chat, config.tokenizer_directory)
+    section = dataclasses.replace(config.chat, tokenizer=config.tokenizer_directory)
+    return make_renderer(suite, section)
 
 
 def make_learner_mesh(config: RunConfig, model: TransformerConfig) -> Mesh:

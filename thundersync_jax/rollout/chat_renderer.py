@@ -148,21 +148,17 @@ class ChatRenderer:
         return self.traits.tool_format or "hermes"
 
 
-def make_renderer(suite: EnvironmentSuite, section: ChatSection, directory: str) -> Renderer:
-    """The suite's words where there is no directory or it has just them, else a model's template.
-
-    Args:
-      directory: of the tokenizer; "" for none.
-    """
-    if not directory:
+def make_renderer(suite: EnvironmentSuite, section: ChatSection) -> Renderer:
+    """The suite's words where no tokenizer is named, or one of words; else a model's template."""
+    if not section.tokenizer:
         return WordRenderer(suite)
-    files = read_tokenizer_files(Path(directory))
+    files = read_tokenizer_files(Path(section.tokenizer))
     if not files.has_words:
         return ChatRenderer(files, suite, section)
     renderer = WordRenderer(suite)
     if renderer.tokenizer.fingerprint != files.tokenizer.fingerprint:
         raise TokenizerError(
-            f"{directory} has {files.tokenizer.vocab_size} words which are not the "
+            f"{section.tokenizer} has {files.tokenizer.vocab_size} words which are not the "
             f"{renderer.tokenizer.vocab_size} of the environment's vocabulary in their order: its "
             "policy was trained in another environment"
         )
