@@ -160,7 +160,10 @@ _SPECIAL = {
 }  # fmt: skip
 _SETTINGS: dict[str, dict[str, object]] = {
     "chatml": {"eos_token": "<|im_end|>", "bos_token": None},
-    "llama3": {"bos_token": "<|begin_of_text|>", "eos_token": {"content": "<|eot_id|>"}},
+    "llama3": {
+        "bos_token": "<|begin_of_text|>",
+        "eos_token": {"__type": "AddedToken", "content": "<|eot_id|>", "special": True},
+    },
     "gemma": {"bos_token": "<bos>", "eos_token": "<eos>"},
 }
 _PLAIN_ADDED = ("<tool_call>", "</tool_call>", "<think>", "</think>")  # special: false, as in Qwen3
@@ -187,13 +190,14 @@ def bpe(family: str) -> Tokenizer:
         tokenizer.decoder = decoders.ByteLevel()
         alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = BpeTrainer(
-        vocab_size=len(special) + len(alphabet) + 40,
+        vocab_size=len(special) + len(alphabet) + 200,
         special_tokens=special,
         initial_alphabet=alphabet,
         limit_alphabet=len(alphabet),
         show_progress=False,
     )
-    tokenizer.train_from_iterator([t for t in TEXTS if family != "gemma" or t.isascii()], trainer)
+    texts = [t for t in (*TEXTS, *TEMPLATES.values()) if family != "gemma" or t.isascii()]
+    tokenizer.train_from_iterator(texts, trainer)
     if family == "gemma":
         tokenizer = _without_bytes_among_added(tokenizer)
     elif kind_of(family) == "chatml":

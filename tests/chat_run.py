@@ -8,9 +8,10 @@ def get_config() -> ConfigDict:
     config = small_run.get_config()
     config.run.num_steps = 2
     config.model.preset = "micro"
-    config.model.max_context = 768
-    config.learner.buckets = (768,)
-    config.learner.tokens_per_step = 768
+    config.model.max_context = 256
+    config.learner.buckets = (256,)
+    config.learner.prompt_buckets = (48,)
+    config.learner.tokens_per_step = 256
     config.env.factory = "chat_env:LettersSuite"
     config.env.options = ConfigDict()
     config.rollout.max_turns = 3

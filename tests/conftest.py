@@ -21,7 +21,12 @@ LONGEST = (
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     rank = {f"test_{name}.py": at for at, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
+    items.sort(
+        key=lambda item: (
+            rank.get(item.path.name, len(rank)),
+            item.get_closest_marker("optimized") is None,
+        )
+    )
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -41,5 +46,7 @@ def optimizations(request: pytest.FixtureRequest) -> Iterator[None]:
     is_optimized = is_slow_too or request.node.get_closest_marker("optimized") is not None
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", str(int(not is_optimized)))
+        if jax.config.values["jax_disable_most_optimizations"] == is_optimized:
+            jax.clear_caches()  # what is compiled already does not see the setting
         jax.config.update("jax_disable_most_optimizations", not is_optimized)
         yield

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 
 from thundersync_jax import hlo, topology
+from thundersync_jax.config_lora import LoraSection
 from thundersync_jax.config_sections import OptimizerSection
 from thundersync_jax.learner.optimizer import make_optimizer
 from thundersync_jax.learner.placement import Placement, device_bytes
@@ -31,6 +32,7 @@ from thundersync_jax.learner.programs import (
     Whole,
 )
 from thundersync_jax.learner.score import ScoreSettings
+from thundersync_jax.model.lora import with_adapters
 from thundersync_jax.model.presets import TransformerConfig, preset
 from thundersync_jax.sharding import MeshShape, make_mesh
 
@@ -39,10 +41,14 @@ TOKENS_PER_STEP = 16384
 
 
 def model_of(name: str) -> TransformerConfig:
+    """A preset; after "+" with adapters of that rank beside every projection."""
+    name, _, rank = name.partition("+")
     if name == "tiny":
         small = preset("tiny", vocab_size=16, remat="block")
-        return dataclasses.replace(small, num_heads=4, num_kv_heads=4)
-    return preset(name, dtype="bfloat16", remat="block")
+        model = dataclasses.replace(small, num_heads=4, num_kv_heads=4)
+    else:
+        model = preset(name, dtype="bfloat16", remat="block")
+    return with_adapters(model, LoraSection(rank=int(rank or 0)))
 
 
 def num_pairs(num_replicas: int) -> int:

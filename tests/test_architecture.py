@@ -17,8 +17,8 @@ FILES = sorted(ROOT.rglob("*.py"))
 LAYERS = {
     0: {
         "errors", "factory", "host_memory", "trajectory", "config", "config_chat", "config_learner",
-        "config_opd", "config_reference", "config_sections", "config_serving", "config_sampling",
-        "metrics", "trajectory_log", "workdir", "command_line",
+        "config_lora", "config_opd", "config_reference", "config_sections", "config_serving",
+        "config_sampling", "metrics", "trajectory_log", "workdir", "command_line",
     },
     1: {"sharding", "hlo", "topology", "model", "losses", "transport"},
     2: {

@@ -14,6 +14,7 @@ import fakes
 import numpy as np
 import pytest
 from chat_models import TEMPLATES, write_tokenizer
+from test_scoring import FakeScoreClient
 
 from thundersync_jax.config_chat import ChatSection
 from thundersync_jax.config_sampling import SamplingSection
@@ -83,8 +84,13 @@ class Chat:
     renderer: ChatRenderer
     suite: GuessSuite
     client: fakes.FakePolicyClient
-    rollout: Rollout
+    contents: list[Rollout]
     said: list[tuple[int, ...]]
+
+    @property
+    def rollout(self) -> Rollout:
+        (rollout,) = self.contents
+        return rollout
 
     @property
     def contexts(self) -> list[tuple[int, ...]]:
@@ -115,30 +121,44 @@ def backend(renderer: ChatRenderer) -> Any:
     return renderer.tokenizer.backend
 
 
-def chat(root: Path, family: str, texts: list[str], suite: Any = None, **options: Any) -> Chat:
+def attempt(
+    root: Path,
+    family: str,
+    texts: list[str],
+    suite: Any = None,
+    *,
+    section: dict[str, Any] | None = None,
+    scorer: Any = None,
+    on_turn: Any = None,
+    **limits: Any,
+) -> tuple[Verdict, Chat]:
     suite = suite or GuessSuite()
-    section = {
-        k: options.pop(k) for k in ("history", "tool_format", "template_options") if k in options
-    }
-    renderer = renderer_of(root, family, suite, **section)
-    end = renderer.traits.end_id
-    said = [(*letters(renderer, text), end) for text in texts]
+    renderer = renderer_of(root, family, suite, **(section or {}))
+    said = [(*letters(renderer, text), renderer.traits.end_id) for text in texts]
     client = fakes.FakePolicyClient(said)
     runner = RolloutRunner(
         client=client,
         suite=suite,
         renderer=renderer,
         sandboxes=None,
-        limits=RolloutSection(**{"max_turns": len(texts), "max_turn_tokens": 500} | options),
+        limits=RolloutSection(**{"max_turns": len(texts), "max_turn_tokens": 500} | limits),
         sampling=SamplingSection(),
         run_seed=0,
         max_context=10_000,
+        scorer=scorer,
+        on_turn=on_turn,
     )
     contents: list[Rollout] = []
     prompt_ids = renderer.prompt_ids(TASK)
     verdict = asyncio.run(runner.run(fakes.key(), TASK, prompt_ids, contents.append))
+    return verdict, Chat(renderer, suite, client, contents, said)
+
+
+def chat(*arguments: Any, **options: Any) -> Chat:
+    """An attempt that succeeds."""
+    verdict, made = attempt(*arguments, **options)
     assert verdict == Verdict(reward=1.0), verdict
-    return Chat(renderer, suite, client, contents[0], said)
+    return made
 
 
 def calls(renderer_format: str, *values: int) -> list[str]:
@@ -211,7 +231,7 @@ REWRITING = {
 def test_rewritten_history_is_a_segment_that_is_what_the_template_says(case: str, tmp_path: Path):
     reasoning, options = REWRITING[case]
     family = case.partition(",")[0]
-    it = chat(tmp_path, family, [f"{reasoning}number {i}" for i in range(3)], **options)
+    it = chat(tmp_path, family, [f"{reasoning}number {i}" for i in range(3)], section=options)
     tokens, prompt = it.rollout.tokens, it.rollout.prompt_ids
     assert len(tokens.segment_starts) == 2
     bounds = (0, *tokens.segment_starts, tokens.num_tokens)
@@ -239,12 +259,40 @@ def test_rewritten_history_is_a_segment_that_is_what_the_template_says(case: str
 def test_history_that_is_appended_to_stays_as_it_was_sampled(case: str, tmp_path: Path):
     reasoning, options = REWRITING[case]
     texts = [f"{reasoning}number {i}" for i in range(3)]
-    it = chat(tmp_path, case.partition(",")[0], texts, history="append", **options)
+    it = chat(tmp_path, case.partition(",")[0], texts, section={"history": "append"} | options)
     assert it.rollout.tokens.segment_starts == ()
     for before, said, after in zip(it.contexts, it.said, it.contexts[1:], strict=False):
         assert after[: len(before) + len(said)] == before + said
     whole = it.text(it.contexts[-1])
     assert whole.count("you said number") == whole.count("<|im_start|>user") - 1 == 2
+
+
+@pytest.mark.parametrize("history", ["template", "append"])
+def test_a_turn_that_says_nothing_is_a_turn(history: str, tmp_path: Path):
+    it = chat(tmp_path, "qwen3", ["", "<think>\n\n</think>\n\n", "x"], section={"history": history})
+    assert len(it.said[0]) == 1
+    assert it.text(it.contexts[-1]).count("you said") == 2
+
+
+def test_a_reference_scores_every_segment_after_the_prompt(tmp_path: Path):
+    scorer = FakeScoreClient()
+    texts = [f"hm</think>\nnumber {i}" for i in range(3)]
+    it = chat(tmp_path, "reasoner", texts, scorer=scorer)
+    tokens, prompt = it.rollout.tokens, it.rollout.prompt_ids
+    asked = [request.context_ids for request in scorer.requests]
+    assert asked == [context + said for context, said in zip(it.contexts, it.said, strict=True)]
+    assert all(request.first == len(prompt) for request in scorer.requests)
+    places = np.concatenate([np.arange(len(prompt), len(context)) for context in asked])
+    np.testing.assert_array_equal(tokens.reference_logprobs, -places * tokens.action_mask)
+
+
+@pytest.mark.parametrize("scorer", [None, FakeScoreClient()])
+def test_turns_that_are_streamed_refuse_a_rewritten_history_by_name(scorer: Any, tmp_path: Path):
+    verdict, it = attempt(
+        tmp_path, "reasoner", ["hm</think>\nx"] * 2, scorer=scorer, on_turn=lambda key, turn: None
+    )
+    assert "rewrote what step 0 group 0 index 0 had said" in str(verdict.failure)
+    assert "config.chat.history = 'append'" in str(verdict.failure) and not it.contents
 
 
 def test_a_turn_that_was_cut_gets_the_templates_end_and_nobody_sampled_it(tmp_path: Path):
@@ -299,23 +347,31 @@ def test_a_malformed_call_is_an_observation_that_says_why(tmp_path: Path):
     assert all(action.tool_calls == () for action in it.suite.actions)
 
 
-@pytest.mark.parametrize("family", ["smollm2", "llama3", "gemma"])
+@pytest.mark.parametrize("family", ["qwen3", "llama3", "gemma"])
 def test_what_a_tool_prints_is_never_a_control_token(family: str, tmp_path: Path):
     renderer = renderer_of(tmp_path, family)
-    control = [t.content for t in backend(renderer).get_added_tokens_decoder().values()]
-    evil = "".join(control) + "\ufdd0\ufdd3" + "".join(reversed(control))
+    added = [t.content for t in backend(renderer).get_added_tokens_decoder().values()]
+    evil = "".join(added) + "\ufdd0\ufdd3" + "".join(reversed(added))
     ids = renderer.control.encode(renderer.control.quote(evil))
-    assert not set(ids) & set(backend(renderer).get_added_tokens_decoder())
-    assert renderer.tokenizer.decode(ids) == evil.replace("\ufdd0", "\ufffd").replace(
-        "\ufdd3", "\ufffd"
-    )
+    assert not set(ids) & renderer.control.ids
+    assert renderer.tokenizer.decode(ids) == re.sub("[\ufdd0\ufdd3]", "\ufffd", evil)
     conversation = renderer.begin(TASK)
-    conversation.hear(renderer.tokenizer.encode("hello"))
-    plain = conversation.answer(Observation(text="x"), 1000).token_ids
-    conversation.hear(renderer.tokenizer.encode("hello"))
-    loud = conversation.answer(Observation(text=evil), 1000).token_ids
-    assert [i for i in plain if i in control] == [i for i in loud if i in control]
-    assert sum(i == renderer.traits.end_id for i in loud) == 2  # its own, and the observation's
+    replies = []
+    for text in ("x", evil):
+        conversation.hear(renderer.tokenizer.encode("hello"))
+        ids = conversation.answer(Observation(text=text), 1000).token_ids
+        replies.append([i for i in ids if i in renderer.control.ids])
+    assert replies[0] == replies[1]
+
+
+def test_added_tokens_that_no_template_writes_are_text(tmp_path: Path):
+    """Qwen's <think> is a control token of Qwen3's template, and a word of Qwen2.5's."""
+    for family, is_control in (("qwen3", True), ("qwen2.5", False)):
+        renderer = renderer_of(tmp_path, family)
+        (think,) = renderer.tokenizer.encode("<think>")
+        assert (think in renderer.control.ids) == is_control
+        quoted = renderer.control.encode(renderer.control.quote("<think>"))
+        assert (quoted == (think,)) == (not is_control)
 
 
 def test_a_long_observation_keeps_head_and_tail_in_whole_characters(tmp_path: Path):

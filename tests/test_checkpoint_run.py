@@ -21,6 +21,7 @@ from model_reference import random_params
 from test_hugging_face import everywhere
 
 from thundersync_jax.config import resolve
+from thundersync_jax.config_lora import LoraSection
 from thundersync_jax.config_sections import ModelSection
 from thundersync_jax.envs.file_probe import file_probe
 from thundersync_jax.errors import ConfigError
@@ -32,10 +33,12 @@ from thundersync_jax.metrics import read_jsonl
 from thundersync_jax.model.export_hf import export_hugging_face
 from thundersync_jax.model.import_hf import HuggingFaceDirectory
 from thundersync_jax.model.presets import preset
+from thundersync_jax.model.sharded import init_on_mesh
+from thundersync_jax.model.trainable import partition
 from thundersync_jax.rollout.chat import TokenizerError, word_tokenizer
 from thundersync_jax.rollout.tokenizer_files import read_tokenizer_files
 from thundersync_jax.runtime import load_renderer
-from thundersync_jax.saved_policy import FRESH, load_policy, newest_step
+from thundersync_jax.saved_policy import FRESH, Start, load_policy, newest_step
 from thundersync_jax.sharding import MeshShape, make_mesh
 from thundersync_jax.workdir import WorkDirectory
 
@@ -117,12 +120,25 @@ def test_an_exported_vocabulary_of_words_is_the_words_again(checkpoint: Path):
 def test_the_first_parameters_are_the_checkpoints(checkpoint: Path, tmp_path: Path):
     """As a run trains them, and as `serve` serves them before there is a checkpoint of the run."""
     mesh = make_mesh(MeshShape(), jax.devices()[:1])
-    assert_equal(initial_params(MODEL, str(checkpoint), 3, mesh), PARAMS)
+    assert_equal(initial_params(MODEL, Start(checkpoint=str(checkpoint)), mesh), PARAMS)
     config = small_run.get_config()
     config.model.checkpoint = str(checkpoint)
     served, version = load_policy(resolve(config), MODEL, WorkDirectory(tmp_path / "run"), FRESH)
     assert version == 0
     assert_equal(served, PARAMS)
+
+
+def test_adapters_are_those_of_the_seed_on_the_checkpoints_base(checkpoint: Path):
+    section = ModelSection(
+        checkpoint=str(checkpoint), lora=LoraSection(rank=2, alpha=4.0, targets=("query", "up"))
+    )
+    model = make_model(section, TOKENIZER)
+    mesh = make_mesh(MeshShape(), jax.devices()[:1])
+    params = initial_params(model, Start(checkpoint=str(checkpoint), seed=5), mesh)
+    trainable, frozen = partition(model, params)
+    assert_equal(frozen, PARAMS)
+    want = partition(model, init_on_mesh(model, 5, mesh))[0]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), trainable, want)
 
 
 def test_a_directory_that_is_no_model_ends_the_mains_with_its_name(
@@ -184,7 +200,7 @@ def test_a_hugging_face_directory_is_a_frozen_policy(checkpoint: Path, tmp_path:
     config = small_run.get_config()
     config.opd.teacher = str(checkpoint)
     found = find_frozen(config, tmp_path)
-    assert found.source == checkpoint and found.model == MODEL
+    assert found.start == Start(checkpoint=str(checkpoint)) and found.model == MODEL
     assert_equal(load_weights(found), PARAMS)
     config = small_run.get_config()
     config.learner.objective_options = {"kl_coefficient": 0.1}

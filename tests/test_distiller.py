@@ -36,7 +36,11 @@ pytestmark = pytest.mark.optimized
 
 TESTS = Path(__file__).parent
 MODEL = lc.tiny()
-COMBINATIONS = [("idle", 0), ("idle", 3), ("always", 3), ("never", 3)]
+COMBINATIONS = [
+    ("idle", 3),
+    ("never", 3),
+    *(pytest.param(*both, marks=pytest.mark.slow) for both in (("idle", 0), ("always", 3))),
+]
 
 
 @functools.cache

@@ -67,7 +67,7 @@ def bits(x) -> list[int]:
 
 
 @given(rows=addends, start=st.integers(FIRST_EXPONENT, 90), data=st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_every_order_and_grouping_has_the_same_bits(rows, start, data):
     """Also where addends promote the grid at different times, on one replica or on three."""
     acc = summed(empty(start), rows)
@@ -85,7 +85,7 @@ def test_every_order_and_grouping_has_the_same_bits(rows, start, data):
 
 
 @given(rows=addends, start=st.integers(FIRST_EXPONENT, 90))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_the_sum_is_within_half_a_grid_step_an_addend_and_two_roundings(rows, start):
     acc = summed(empty(start), rows)
     (exponent,) = acc.grid.exponent.tolist()
@@ -155,7 +155,7 @@ def test_the_largest_magnitude_that_is_held():
 
 
 @given(row=st.tuples(numbers, numbers, numbers), start=st.integers(FIRST_EXPONENT, 90))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_snapping_is_what_a_lone_addend_reads_as_and_changes_it_no_more(row, start):
     acc, values = empty(start), np.float32(row)
     snapped = acc.snapped({"a": values})["a"]
@@ -171,7 +171,7 @@ wide = st.floats(1e-3, 1e3, allow_subnormal=False)
     row=st.tuples(numbers, numbers, numbers),
     finer=st.integers(0, 3 * LIMB_BITS),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_a_product_is_rounded_to_the_grid_alone(coefficient, row, finer):
     """To half a step and 2**-35 of itself; on a grid coarser by a limb it is the high limb."""
     head, rest = np.float32(coefficient[0]), np.float32(coefficient[0] * coefficient[1])

@@ -82,6 +82,7 @@ def logged(index: int, *, failed: bool = False) -> TrajectoryRecord:
     builder = TrajectoryBuilder()
     builder.append_action([5, 1], [-0.1, -1 / 3], [2, 2])
     builder.append_observation([7])
+    builder.begin_segment()
     builder.append_action([6], [-2.0], [2])
     turn = Turn(
         num_action_tokens=2,
@@ -91,6 +92,7 @@ def logged(index: int, *, failed: bool = False) -> TrajectoryRecord:
         sampled_s=1.5,
         ended_s=2.0,
         slot=4,
+        error="no such tool",
     )
     rollout = Rollout(
         key=key,

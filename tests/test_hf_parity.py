@@ -13,9 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from thundersync_jax.config_lora import LoraSection
 from thundersync_jax.model import transformer
 from thundersync_jax.model.export_hf import export_hugging_face
+from thundersync_jax.model.export_peft import export_peft
 from thundersync_jax.model.import_hf import HuggingFaceDirectory
+from thundersync_jax.model.lora import with_adapters
+from thundersync_jax.model.trainable import join, partition
 
 COMMON: dict[str, Any] = {
     "vocab_size": 64,
@@ -150,3 +154,33 @@ def test_an_exported_model_is_loaded_by_transformers(name: str, tmp_path: Path):
     again = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype="float32")
     np.testing.assert_allclose(torch_logits(again), want, atol=1e-6)
     assert dataclasses.asdict(loaded(exported)[0]) == dataclasses.asdict(config)
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_exported_adapters_are_loaded_by_peft(name: str, tmp_path: Path):
+    """Beside their base, and merged into it."""
+    torch = pytest.importorskip("torch")
+    peft = pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
+    made(name, tmp_path / "base")
+    config, frozen = loaded(tmp_path / "base")
+    section = LoraSection(rank=4, alpha=6.0, targets=("query", "value", "output", "gate", "down"))
+    model = with_adapters(config, section)
+    rng = np.random.default_rng(1)
+    trainable, _ = partition(model, transformer.abstract_params(model))
+    params = join(
+        jax.tree.map(lambda x: rng.normal(size=x.shape, scale=0.2).astype(x.dtype), trainable),
+        frozen,
+    )
+    want = logits(model, params)
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype="float32")
+    assert np.abs(want - torch_logits(base)).max() > 0.1
+    export_peft(model, params, tmp_path / "adapter", base=str(tmp_path / "base"))
+    got = torch_logits(peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval())
+    assert np.abs(got - want).max() <= 1e-4
+    assert (got.argmax(-1) == want.argmax(-1)).all()
+    auto = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter", dtype=torch.float32)
+    np.testing.assert_allclose(torch_logits(auto.eval()), got, atol=1e-6)
+    export_hugging_face(model, params, tmp_path / "merged", dtype="float32")
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="float32")
+    assert np.abs(torch_logits(merged) - want).max() <= 1e-4

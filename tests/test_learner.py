@@ -67,7 +67,7 @@ def shared_learner(pool_size: int = 8):
     return learner
 
 
-@pytest.mark.parametrize("pool_size", [0, 1, 8])
+@pytest.mark.parametrize("pool_size", [0, pytest.param(1, marks=pytest.mark.slow), 8])
 def test_streamed_gradient_equals_the_reference_for_every_arrival_order(pool_size):
     """Unequal lengths, failures, groups of equal reward and of failures only; 24 orders in all."""
     learner, cases = shared_learner(pool_size), lc.random_batch(0)
@@ -357,7 +357,9 @@ def test_token_mean_is_the_mean_over_all_tokens_that_arrived():
 @pytest.mark.parametrize(
     "changes",
     [
-        {"objective_options": {"normalizer": "trajectory_mean"}},
+        pytest.param(
+            {"objective_options": {"normalizer": "trajectory_mean"}}, marks=pytest.mark.slow
+        ),
         {"objective_options": {"tis_cap": 1.5}},
         {"objective": "dr_grpo", "objective_options": {"normalizer": "token_mean"}},
     ],

@@ -108,6 +108,7 @@ def test_the_plan_is_all_that_lives_on_a_device_of_a_mesh():
         assert found["planned"] == found["live"]
 
 
+@pytest.mark.slow
 def test_pairs_in_host_memory_give_the_same_bits():
     """One order of events, three pairs of which a call reaches one."""
     gradients, moved = [], []

@@ -32,9 +32,10 @@ EIGHT = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS
         pytest.param("1 1 8", marks=pytest.mark.slow),
     ],
 )
-def test_every_mesh_gives_the_reference_gradient_and_the_same_update(shape: str):
+@pytest.mark.parametrize("rank", ["0", pytest.param("3", marks=pytest.mark.slow)])
+def test_every_mesh_gives_the_reference_gradient_and_the_same_update(shape: str, rank: str):
     """Shared prompts, all paths, packed lanes, groups that span replicas, pairs in the host."""
-    command = [sys.executable, str(TESTS / "mesh_run.py"), *shape.split(), "4"]
+    command = [sys.executable, str(TESTS / "mesh_run.py"), *shape.split(), "4", rank]
     result = subprocess.run(
         command, capture_output=True, text=True, timeout=500, env={**os.environ, **EIGHT}, cwd=TESTS
     )

@@ -291,6 +291,7 @@ def test_a_layer_with_a_window_sees_the_same_however_tokens_are_cut_into_calls()
     np.testing.assert_allclose(after, whole[:, 6:], atol=2e-5)
 
 
+@pytest.mark.slow
 def test_windows_bound_what_a_token_depends_on():
     """Two layers of three tokens each: the fifth last token is the last that can matter."""
     config = dataclasses.replace(WINDOWED, windows=(3, 3))

@@ -195,7 +195,6 @@ ALL_PATHS = {
     "min_shared_tokens": 8,
 }
 # Whose programs are unlike the others'; every objective's are slow tests, each compiles in seconds.
-DISTINCT = ("grpo_kl_entropy", "grpo_kl_of_groups", "dapo", "gspo", "reinforce_pp")
 KINDS = ("grpo_kl_entropy", "dapo", "reinforce_pp")
 
 
@@ -257,9 +256,7 @@ def slope(name: str, model, params, cases, direction) -> float:
     return (values[0] - values[1]) / 2e-5
 
 
-@pytest.mark.parametrize(
-    "name", [*DISTINCT, *slow(name for name in OBJECTIVES if name not in DISTINCT)]
-)
+@pytest.mark.parametrize("name", [*KINDS, *slow(name for name in OBJECTIVES if name not in KINDS)])
 def test_every_objective_equals_the_reference_and_the_finite_differences_of_its_formula(name: str):
     """float64; one pair, failures before and after their content."""
     with jax.enable_x64(True):
@@ -291,7 +288,7 @@ def test_every_objective_has_its_formula():
         pytest.param(
             *("grpo_kl_entropy", {"pool_size": 8, "pack_tokens": LENGTH}), marks=pytest.mark.slow
         ),
-        ("dapo", {"pool_size": 8, "pack_tokens": LENGTH}),
+        pytest.param("dapo", {"pool_size": 8, "pack_tokens": LENGTH}, marks=pytest.mark.slow),
         ("reinforce_pp", {"pool_size": 0}),
     ],
 )

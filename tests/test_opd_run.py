@@ -16,7 +16,7 @@ import small_run
 
 from thundersync_jax.config import resolve
 from thundersync_jax.errors import ConfigError, UserError
-from thundersync_jax.imitate import imitate
+from thundersync_jax.imitation import imitate
 from thundersync_jax.learner.checkpoint import Checkpointer
 from thundersync_jax.metrics import read_jsonl
 from thundersync_jax.model.presets import preset

@@ -52,7 +52,7 @@ def test_packs_hold_every_member_once_and_pad_no_more_than_lanes_of_their_own(
     ("pool_size", "prompt_buckets"),
     [
         (0, ()),
-        (1, (24,)),
+        pytest.param(1, (24,), marks=pytest.mark.slow),
         pytest.param(0, (24,), marks=pytest.mark.slow),
         pytest.param(1, (), marks=pytest.mark.slow),
     ],

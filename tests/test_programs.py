@@ -59,17 +59,27 @@ def check_on_tpu(found: dict[str, Any], model: str) -> None:
         assert report["total_bytes"] < V5E_BYTES, name
 
 
-@pytest.mark.parametrize("reduction", ["ordered", pytest.param("exact", marks=pytest.mark.slow)])
-def test_replicas_do_not_communicate_before_the_update(reduction: str):
+@pytest.mark.parametrize(
+    ("model", "reduction"),
+    [
+        ("tiny", "ordered"),
+        pytest.param("tiny", "exact", marks=pytest.mark.slow),
+        pytest.param("tiny+2", "ordered", marks=pytest.mark.slow),
+    ],
+)
+def test_replicas_do_not_communicate_before_the_update(model: str, reduction: str):
     flags = "--xla_force_host_platform_device_count=8"
     environment = {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    check(compiled(environment, "tiny", reduction, "32", "16", "2", "2", "2"))
+    check(compiled(environment, model, reduction, "32", "16", "2", "2", "2"))
 
 
 @needs_libtpu
-def test_all_programs_compile_for_a_tpu_host():
-    """v5e:2x4 as data 2 x fsdp 2 x tensor 2: 2,048 tokens after a shared prompt of 1,024."""
-    arguments = ("2048", "1024", "2", "2", "2", "v5e:2x4")
+@pytest.mark.parametrize("names", [("Fold", "update"), pytest.param((), marks=pytest.mark.slow)])
+def test_programs_compile_for_a_tpu_host(names: tuple[str, ...]):
+    """Some, or all; v5e:2x4 as data 2 x fsdp 2 x tensor 2: 2,048 tokens after a shared prompt of
+    1,024.
+    """
+    arguments = ("2048", "1024", "2", "2", "2", "v5e:2x4", *names)
     check(compiled(topology.environment(), "tiny", "ordered", *arguments))
 
 

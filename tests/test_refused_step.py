@@ -125,13 +125,15 @@ def test_a_replayed_step_that_is_refused_names_its_file(kind: type[Exception], t
         config=RunConfig(),
         workdir=workdir,
         train_tasks=[fakes.task()],
-        tokenizer=fakes.tokenizer(),
+        renderer=types.SimpleNamespace(tokenizer=fakes.tokenizer()),
         learner=Refusing(kind("it is wrong")),
         worker=types.SimpleNamespace(warm_up=lambda: 1),
     )
-    with Progress("none", num_steps=1) as progress, pytest.raises(RefusedStepError) as refused:
-        asyncio.run(Trainer(runtime, progress).run())
-    workdir.close()
+    try:
+        with Progress("none", num_steps=1) as progress, pytest.raises(RefusedStepError) as refused:
+            asyncio.run(Trainer(runtime, progress).run())
+    finally:
+        workdir.close()
     path = step_path(workdir.trajectories, 0)
     assert str(refused.value).startswith("step 0: it is wrong. The same command trains")
     assert f"again, from {path}. " in str(refused.value)

@@ -67,9 +67,8 @@ def test_a_replay_from_residuals_and_one_with_a_forward_pass_agree():
     assert lc.rel_l2(gradients[1], gradients[0]) <= 1e-6
 
 
-@pytest.mark.parametrize(
-    ("remat", "most"), [("none", 0.7), pytest.param("block", 0.75, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("remat", "most"), [("none", 0.7), ("block", 0.75)])
 def test_a_replay_from_residuals_has_no_forward_products(remat, most):
     """Nine products of a layer: q, k, v, scores, values, o, gate, up, down. Of three passes two are
     left, and of four with rematerialization of blocks three; nothing kept holds a parameter.

@@ -177,6 +177,38 @@ def test_every_order_of_events_ends_with_every_gradient_counted_once(data: st.Da
             assert least <= model.folded[id(member)] <= most
 
 
+def test_a_slot_that_a_group_without_a_gradient_leaves_goes_to_the_next_in_the_same_call():
+    """The last group would wait for a slot that nobody holds, with nothing else to do."""
+    schedule = Schedule(
+        num_replicas=1,
+        num_pairs=1,
+        num_slots=1,
+        num_held=0,
+        pairs_per_call=1,
+        lanes_per_call=CAPACITY.__getitem__,
+        objective=reinforce_pp(),
+        paired=REDUCTIONS["exact"].paired,
+        is_local=True,
+    )
+    model = Model(schedule, 1, is_exact=True)
+    for number, bucket in enumerate((0, 8)):
+        members = [Member(index=i, bucket=bucket, example=example(bucket)) for i in range(2)]
+        group = Group(
+            group_id=number,
+            task_id=str(number),
+            prompt_ids=np.zeros(5, np.int32),
+            members=members,
+            prefix_bucket=8,
+        )
+        schedule.open(group)
+        for member in members:
+            member.advance(Stage.CONTENT, group.name(member))
+            group.set_reward(member, float(member.index))
+    schedule.seal()
+    assert model.run(100) == 4  # the prompt, its branches, its gradient, the pair
+    assert all(group.is_closed for group in schedule.groups)
+
+
 def test_streaming_on_16_replicas_stays_near_the_rollout_horizon():
     """Learner work equal to the rollouts: barrier takes 2.0 horizons, streaming at most 1.25."""
     times = {

@@ -34,8 +34,6 @@ from thundersync_jax.trajectory_log import read_step
 from thundersync_jax.viewing.progress import Progress
 from thundersync_jax.workdir import WorkDirectory
 
-pytestmark = pytest.mark.optimized
-
 TESTS = Path(__file__).parent
 TIMEOUT_S = 200
 

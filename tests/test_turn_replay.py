@@ -112,7 +112,9 @@ def gradient_by_turns(settings: ScoreSettings, params: Any, case: oc.TurnCase) -
     return run.batch
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize(
+    "seed", [*range(3), *(pytest.param(s, marks=pytest.mark.slow) for s in range(3, 12))]
+)
 def test_turns_sum_to_the_trajectory(seed):
     params, case = lc.init_params(MODEL, 0), oc.random_case(seed)
     want = oc.plain_gradient(MODEL, params, [case], cap=CAP)
@@ -195,6 +197,7 @@ def test_deferred_and_eager_unscored_turns_agree_bitwise():
         np.testing.assert_array_equal(one, two)
 
 
+@pytest.mark.slow
 def test_the_gradient_is_the_slope_of_the_objective():
     """Finite differences in float64 along a random direction: sum_t c_t log p_t, c fixed."""
     with jax.enable_x64(True):

@@ -380,7 +380,7 @@ def test_what_is_linear_passes(name):
     [
         ({"stream_turns": "always"}, r"learner\.stream_turns = 'always'"),
         ({"num_turn_caches": -1}, r"learner\.num_turn_caches = -1: expected 0 or more"),
-        ({"stream_turns": "idle", "reduction": "exact"}, "expected 'never' with reduction"),
+        ({"stream_turns": "idle", "reduction": "exact"}, "'never' with learner.reduction"),
         (
             {"stream_turns": "idle", "held_gradients": 0},
             r"learner\.held_gradients = 0: expected at least 1 with learner\.stream_turns = 'idle'",

@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from thundersync_jax.config_lora import LoraSection
 from thundersync_jax.config_sampling import EvaluationSamplingSection
 from thundersync_jax.errors import check, check_choice
 
@@ -97,6 +98,7 @@ class ModelSection:
       dtype: arithmetic of the forward pass: "float32", "bfloat16" or "float64".
       remat: "none", "block" (keep block inputs only) or "dots" (keep matrix products).
       logprob_chunk: vocabulary entries whose logits exist at one time.
+      lora: adapters that train in place of the parameters.
     """
 
     checkpoint: str = ""
@@ -106,6 +108,7 @@ class ModelSection:
     dtype: str = "float32"
     remat: str = "none"
     logprob_chunk: int = 16384
+    lora: LoraSection = dataclasses.field(default_factory=LoraSection)
 
     def __post_init__(self) -> None:
         check(self.max_context >= 2, "model.max_context", self.max_context, "at least 2 tokens")
@@ -116,13 +119,17 @@ class ModelSection:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerSection:
-    """AdamW with global-norm clipping and a warm-up, constant or cosine schedule.
+    """AdamW or Adafactor with global-norm clipping and a warm-up, constant or cosine schedule.
 
     Attributes:
+      name: "adamw", or "adafactor": no first moments, and second moments as rows and columns of
+        kernels of at least 128 x 128.
+      b1, b2, eps: of AdamW alone.
       decay_steps: of a cosine, from the first step on, the warm-up's included. It does not follow
         run.num_steps, which a resume may raise.
     """
 
+    name: str = "adamw"
     learning_rate: float = 5e-4
     schedule: str = "constant"
     warmup_steps: int = 0
@@ -134,6 +141,11 @@ class OptimizerSection:
     clip_norm: float = 0.5
 
     def __post_init__(self) -> None:
+        check_choice("optimizer.name", self.name, ("adamw", "adafactor"))
+        for key in ("b1", "b2", "eps") if self.name == "adafactor" else ():
+            value, default = getattr(self, key), getattr(OptimizerSection, key)
+            expected = f"the default {default}, for optimizer.name = 'adafactor' reads none"
+            check(value == default, f"optimizer.{key}", value, expected)
         for key in ("learning_rate", "eps"):
             value = getattr(self, key)
             check(0 < value < math.inf, f"optimizer.{key}", value, "a finite number above 0")

@@ -1,8 +1,10 @@
 """python -m thundersync_jax.export --workdir=DIR --to=DIR [--checkpoint_step=N]
-    [--dtype=bfloat16|float32]
+    [--dtype=bfloat16|float32] [--form=model|adapter] [--base=NAME]
 
 Writes the policy of a run as a Hugging Face directory, which `transformers` loads: config.json,
-safetensors files and the tokenizer. The run's directory is only read.
+safetensors files and the tokenizer; adapters are merged. Or with --form=adapter the adapters alone,
+as a directory that `peft` loads beside the base, which is that of step 0. The run's directory is
+only read.
 Exit status: 0 when it is written, 2 for bad input.
 """
 
@@ -29,6 +31,10 @@ _CHECKPOINT_STEP = flags.DEFINE_integer(
     "checkpoint_step", None, "The weights after so many steps. Default: the newest."
 )
 _DTYPE = flags.DEFINE_enum("dtype", "bfloat16", ("bfloat16", "float32"), "Of the files.")
+_FORM = flags.DEFINE_enum(
+    "form", "model", ("model", "adapter"), "The whole model, or the adapters beside its base."
+)
+_BASE = flags.DEFINE_string("base", "", "Directory or name of the base, for --form=adapter.")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -38,17 +44,31 @@ def main(argv: Sequence[str]) -> int:
     workdir, to = WorkDirectory(Path(_WORKDIR.value)), Path(_TO.value)
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise ConfigError(f"--to={to} is not empty: give a directory that is, or a new one")
-    step = export(workdir, to, step=_CHECKPOINT_STEP.value, dtype=_DTYPE.value)
+    step = export(
+        workdir,
+        to,
+        step=_CHECKPOINT_STEP.value,
+        dtype=_DTYPE.value,
+        is_adapter=_FORM.value == "adapter",
+        base=_BASE.value,
+    )
     print(f"wrote the policy after {step} steps to {to}")
     return 0
 
 
-def export(workdir: WorkDirectory, to: Path, *, step: int | None, dtype: str) -> int:
-    """Writes the policy after `step` steps, or the newest, to `to`; returns its step."""
+def export(
+    workdir: WorkDirectory, to: Path, *, step: int | None, dtype: str, is_adapter: bool, base: str
+) -> int:
+    """Writes the policy after `step` steps, or the newest, to `to`; returns its step.
+
+    Args:
+      is_adapter: its adapters alone, beside the model that is called `base`.
+    """
     import jax
 
     from thundersync_jax.initial_policy import make_model
     from thundersync_jax.model.export_hf import export_hugging_face
+    from thundersync_jax.model.export_peft import export_peft
     from thundersync_jax.runtime import load_renderer, load_suite
 
     config = _config_of(workdir)
@@ -60,7 +80,10 @@ def export(workdir: WorkDirectory, to: Path, *, step: int | None, dtype: str) ->
         raise ConfigError(f"{workdir.checkpoints} holds no checkpoint: train the run first")
     params, _ = load_policy(config, model, workdir, saved)
     source = Path(config.model.checkpoint) if config.model.checkpoint else None
-    export_hugging_face(model, params, to, dtype=dtype, source=source)
+    if is_adapter:
+        export_peft(model, params, to, base=base, dtype=dtype)
+    else:
+        export_hugging_face(model, params, to, dtype=dtype, source=source)
     if config.tokenizer_directory:
         copy_tokenizer_files(Path(config.tokenizer_directory), to)
     else:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from thundersync_jax.config import RunConfig, from_dict
+from thundersync_jax.config_lora import LoraSection
 from thundersync_jax.config_reference import INITIAL
 from thundersync_jax.config_sections import ModelSection
 from thundersync_jax.errors import ConfigError, check
@@ -24,7 +25,7 @@ from thundersync_jax.model.presets import ModelError, TransformerConfig
 from thundersync_jax.model.transformer import Params
 from thundersync_jax.rollout.chat import Tokenizer, TokenizerError
 from thundersync_jax.rollout.tokenizer_files import read_tokenizer_files
-from thundersync_jax.saved_policy import FRESH, initial_policy, newest_step, read_policy
+from thundersync_jax.saved_policy import FRESH, Start, initial_policy, newest_step, read_policy
 from thundersync_jax.trajectory_log import step_path
 from thundersync_jax.workdir import WorkDirectory
 
@@ -37,13 +38,14 @@ class FrozenPolicy:
 
     Attributes:
       key: of the configuration that names it.
-      source: the run whose newest checkpoint it is, the Hugging Face directory, or the seed of its
-        parameters.
+      source: the run whose newest checkpoint it is; None: what a run of this start begins with.
+      start: of its run.
     """
 
     key: str
     model: TransformerConfig
-    source: WorkDirectory | Path | int
+    source: WorkDirectory | None
+    start: Start
 
 
 def find_frozen_policy(
@@ -66,15 +68,15 @@ def find_frozen_policy(
     _check_roles(config, objective)
     if config.reference.policy == INITIAL:
         _check_start(workdir)
-        start = Path(config.model.checkpoint) if config.model.checkpoint else config.run.seed
-        return FrozenPolicy(key="reference.policy", model=model, source=start)
+        start = Start.of(config)
+        return FrozenPolicy(key="reference.policy", model=model, source=None, start=start)
     name = config.opd.teacher or config.reference.policy
     if not name:
         return None
     key = "opd.teacher" if config.opd.teacher else "reference.policy"
     if is_hugging_face(Path(name)):
         found = _imported(key, name, config.model, tokenizer)
-        return FrozenPolicy(key=key, model=found, source=Path(name))
+        return FrozenPolicy(key=key, model=found, source=None, start=Start(checkpoint=name))
     source = WorkDirectory(Path(name))
     if source.root.resolve() == workdir.root.resolve():
         raise ConfigError(
@@ -82,7 +84,7 @@ def find_frozen_policy(
             f"while it trains: name a copy of it. The policy that a run starts from is the "
             f"reference.policy {INITIAL!r}"
         )
-    found = _model_of(key, source, tokenizer)
+    found, start = _model_of(key, source, tokenizer)
     check(
         found.dtype != "float64" or model.dtype == "float64",
         "model.dtype",
@@ -91,26 +93,22 @@ def find_frozen_policy(
         "off for a whole run",
         "Or name another policy.",
     )
-    return FrozenPolicy(key=key, model=found, source=source)
+    return FrozenPolicy(key=key, model=found, source=source, start=start)
 
 
 def check_weights(policy: FrozenPolicy) -> None:
     """Reads a run's parameters once and keeps none: a copy may have broken off. ConfigError."""
-    if isinstance(policy.source, WorkDirectory):
+    if policy.source is not None:
         load_weights(policy)
 
 
 def load_weights(policy: FrozenPolicy) -> Params:
     """Its parameters, on the first device. Raises ConfigError when they cannot be read."""
-    match policy.source:
-        case int(seed):
-            return initial_policy(policy.model, "", seed)
-        case Path() as directory:
-            return initial_policy(policy.model, str(directory), 0)
-        case WorkDirectory(checkpoints=checkpoints):
-            pass
+    if policy.source is None:
+        return initial_policy(policy.model, policy.start)
+    checkpoints = policy.source.checkpoints
     try:
-        return read_policy(policy.model, checkpoints, newest_step(checkpoints))[0]
+        return read_policy(policy.model, policy.start, checkpoints, newest_step(checkpoints))[0]
     except CheckpointError as error:
         raise ConfigError(
             f"config.{policy.key} names a run whose newest checkpoint cannot be read: {error}. Or "
@@ -171,12 +169,14 @@ def _check_start(workdir: WorkDirectory) -> None:
         )
 
 
-def _model_of(key: str, source: WorkDirectory, tokenizer: Tokenizer) -> TransformerConfig:
-    """The shapes of a run's policy, which must speak the language of `tokenizer`."""
+def _model_of(
+    key: str, source: WorkDirectory, tokenizer: Tokenizer
+) -> tuple[TransformerConfig, Start]:
+    """The shapes of a run's policy, which must speak the language of `tokenizer`, and its start."""
     name = f"config.{key} = {str(source.root)!r}"
     try:
         saved = json.loads(source.config.read_text(encoding="utf-8"))
-        model, fingerprint = from_dict(saved["config"]).model, saved["tokenizer"]
+        config, fingerprint = from_dict(saved["config"]), saved["tokenizer"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{name}: expected the work directory of a run that has saved, with a config.json "
@@ -187,7 +187,7 @@ def _model_of(key: str, source: WorkDirectory, tokenizer: Tokenizer) -> Transfor
     if newest_step(source.checkpoints) == FRESH:
         raise ConfigError(f"{name} has no checkpoints: train it first")
     try:
-        return make_model(model, tokenizer)
+        return make_model(config.model, tokenizer), Start.of(config)
     except ModelError as error:
         raise ConfigError(f"{name}, in its config.json: {error}") from error
 
@@ -199,7 +199,9 @@ def _imported(
     name = f"config.{key} = {root!r}"
     try:
         _check_tokenizer(name, read_tokenizer_files(Path(root)).tokenizer.fingerprint, tokenizer)
-        theirs = dataclasses.replace(section, checkpoint=root, preset="", vocab_size=0)
+        theirs = dataclasses.replace(
+            section, checkpoint=root, preset="", vocab_size=0, lora=LoraSection()
+        )
         return make_model(theirs, tokenizer)
     except (ModelError, TokenizerError) as error:
         raise ConfigError(f"{name}: {error}") from error

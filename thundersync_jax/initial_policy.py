@@ -9,15 +9,19 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+import jax
 from jax.sharding import Mesh
 
 from thundersync_jax.config_sections import ModelSection
 from thundersync_jax.errors import ConfigError, check
 from thundersync_jax.model.import_hf import HuggingFaceDirectory
+from thundersync_jax.model.lora import with_adapters
 from thundersync_jax.model.presets import TransformerConfig, param_dtype_of, preset
 from thundersync_jax.model.sharded import init_on_mesh, master_shardings
-from thundersync_jax.model.transformer import Params
+from thundersync_jax.model.trainable import join, partition
+from thundersync_jax.model.transformer import Params, init_params
 from thundersync_jax.rollout.chat import Tokenizer
+from thundersync_jax.saved_policy import Start
 
 DEFAULT_PRESET = "tiny"
 # Rows of an embedding without a token: sizes are rounded up to what divides well.
@@ -39,6 +43,7 @@ def make_model(section: ModelSection, tokenizer: Tokenizer) -> TransformerConfig
         dtype=section.dtype,
         remat=section.remat,
     )
+    model = with_adapters(model, section.lora)
     check(
         model.vocab_size >= tokenizer.vocab_size,
         "model.vocab_size",
@@ -49,14 +54,23 @@ def make_model(section: ModelSection, tokenizer: Tokenizer) -> TransformerConfig
     return model
 
 
-def initial_params(model: TransformerConfig, checkpoint: str, seed: int, mesh: Mesh) -> Params:
-    """The parameters of the checkpoint, or where it is "" of the seed; as the optimizer's copy
-    lies.
+def initial_params(model: TransformerConfig, start: Start, mesh: Mesh) -> Params:
+    """What a run of this start begins with, as the optimizer's copy lies. No checkpoint has the
+    adapters, which are those of the seed.
     """
-    if not checkpoint:
-        return init_on_mesh(model, seed, mesh)
-    with HuggingFaceDirectory(Path(checkpoint)) as directory:
-        return directory.load(model, master_shardings(model, mesh))
+    if not start.checkpoint:
+        return init_on_mesh(model, start.seed, mesh)
+    shardings = master_shardings(model, mesh)
+    with HuggingFaceDirectory(Path(start.checkpoint)) as directory:
+        params = directory.load(model, shardings)
+    if model.lora is None:
+        return params
+
+    def adapters(seed: int) -> Params:
+        return partition(model, init_params(model, seed))[0]
+
+    made = jax.jit(adapters, out_shardings=partition(model, shardings)[0])(start.seed)
+    return join(made, params)
 
 
 def _checkpoint_model(section: ModelSection, tokenizer: Tokenizer) -> TransformerConfig:
@@ -76,7 +90,7 @@ def _checkpoint_model(section: ModelSection, tokenizer: Tokenizer) -> Transforme
             f"of {model.vocab_size} and the tokenizer one of {tokenizer.vocab_size}: expected as "
             f"many or up to {MAX_UNUSED_IDS} more. Take both from the same model"
         )
-    return model
+    return with_adapters(model, section.lora)
 
 
 def _check_options(

@@ -44,6 +44,7 @@ from thundersync_jax.rollout.rollout import RolloutRunner
 from thundersync_jax.rollout.scoring import TurnListener
 from thundersync_jax.sandbox.base import SandboxPool
 from thundersync_jax.sandbox.selection import open_pool
+from thundersync_jax.saved_policy import Start
 from thundersync_jax.serving.engine import PolicyEngine
 from thundersync_jax.serving.memory import device_bytes
 from thundersync_jax.serving.scorer import Scorer
@@ -132,7 +133,7 @@ async def build(
     announce("compiling; the work directory keeps the programs")
     scored_by = None if frozen is None else frozen.model
     await asyncio.to_thread(compile_apart, warm_up, config, model, scored_by)
-    params = initial_params(model, config.model.checkpoint, config.run.seed, mesh)
+    params = initial_params(model, Start.of(config), mesh)
     engine, learner, scorer = _make_programs(config, model, scored_by, mesh, params)
     return Runtime(
         config=config,

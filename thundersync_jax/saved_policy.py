@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,23 @@ if TYPE_CHECKING:
     from thundersync_jax.model.transformer import Params
 
 FRESH = 0  # the step of the weights before the first
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Start:
+    """What the parameters of a run are before its first step.
+
+    Attributes:
+      checkpoint: a Hugging Face directory that has them; "" makes all of `seed`.
+      seed: of what the checkpoint does not have.
+    """
+
+    checkpoint: str = ""
+    seed: int = 0
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Start:
+        return cls(checkpoint=config.model.checkpoint, seed=config.run.seed)
 
 
 def newest_step(checkpoints: Path) -> int:
@@ -30,11 +48,11 @@ def load_policy(
       CheckpointError: there is no such checkpoint, or it cannot be read.
     """
     if step == FRESH:
-        return initial_policy(model, config.model.checkpoint, config.run.seed), 0
-    return read_policy(model, workdir.checkpoints, step)
+        return initial_policy(model, Start.of(config)), 0
+    return read_policy(model, Start.of(config), workdir.checkpoints, step)
 
 
-def initial_policy(model: TransformerConfig, checkpoint: str, seed: int) -> Params:
+def initial_policy(model: TransformerConfig, start: Start) -> Params:
     """The parameters that a run begins with, on the first device: as `initial_params`."""
     import jax  # here and below: the supervisor of `serve` has none
 
@@ -42,22 +60,31 @@ def initial_policy(model: TransformerConfig, checkpoint: str, seed: int) -> Para
     from thundersync_jax.sharding import MeshShape, make_mesh
 
     mesh = make_mesh(MeshShape(), jax.devices()[:1])
-    return initial_params(model, checkpoint, seed, mesh)
+    return initial_params(model, start, mesh)
 
 
-def read_policy(model: TransformerConfig, checkpoints: Path, step: int) -> tuple[Params, int]:
-    """`load_policy` of a checkpoint."""
+def read_policy(
+    model: TransformerConfig, start: Start, checkpoints: Path, step: int
+) -> tuple[Params, int]:
+    """`load_policy` of a checkpoint of a run of this start: it holds what trains, and what is
+    frozen is still as it began.
+    """
     import jax
 
     from thundersync_jax.learner.checkpoint import Checkpointer
+    from thundersync_jax.model.trainable import fingerprint, join, partition
     from thundersync_jax.model.transformer import abstract_params
 
     where = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     like = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), abstract_params(model)
     )
+    trainable, frozen = partition(model, like)
+    if frozen:
+        _, frozen = partition(model, initial_policy(model, start))
     checkpointer = Checkpointer(checkpoints, keep_last=1)
     try:
-        return checkpointer.restore_policy(like, step)
+        restored, version = checkpointer.restore_policy(trainable, step, base=fingerprint(frozen))
+        return join(restored, frozen), version
     finally:
         checkpointer.close()

@@ -31,6 +31,7 @@ TABLE: dict[str, str | None] = {
     "head_dim": None,
     "mlp": TENSOR,
     "vocab": TENSOR,
+    "rank": None,
     "batch": None,
     "length": FSDP,
 }

@@ -1,6 +1,6 @@
 """`BaseLearner`: what the learners of rewards and of teachers do alike.
 
-Owns the train state, the replicas' copy of its parameters, and the log of the calls that ran. The
+Owns the train state, the replicas' copy of the parameters, and the log of the calls that ran. The
 subclass owns the schedule, which decides the next call, and the buffers, which run it; each hook of
 this class says what it must do. One thread owns a learner: no method may be called from two threads
 at a time.
@@ -33,6 +33,7 @@ from thundersync_jax.learner.train_state import TrainState
 from thundersync_jax.learner.turn_schedule import SegmentWork
 from thundersync_jax.learner.work import Work
 from thundersync_jax.learner.work_log import WorkLog
+from thundersync_jax.model.trainable import fingerprint
 from thundersync_jax.trajectory import TrajectoryError, check_reward
 from thundersync_jax.transport.messages import UpdateReport, WorkItem
 
@@ -81,7 +82,7 @@ class BaseLearner(abc.ABC, Generic[AnyWork]):
 
     Attributes:
       state: at the start of the step; only `update` and `load` change it.
-      params: the replicas' copy of its parameters.
+      params: the replicas' copy of all parameters, the frozen ones among them.
       memory: what is kept on a device.
     """
 
@@ -101,9 +102,13 @@ class BaseLearner(abc.ABC, Generic[AnyWork]):
         self._programs = programs
         self.memory = memory
         self._rates = learning_rate_schedule(optimizer)
-        master = programs.place_master(params)
-        self.state = TrainState(params=master, opt_state=programs.init_opt_state(master))
-        self.params: Params = programs.gather(master)
+        master, self._frozen = programs.place(params)
+        self.state = TrainState(
+            params=master,
+            opt_state=programs.init_opt_state(master),
+            base=fingerprint(self._frozen),
+        )
+        self.params: Params = programs.gather(master, self._frozen)
         self._log = WorkLog()
         self._next_group_id = 0
         self._postponed: AnyWork | None = None
@@ -166,8 +171,8 @@ class BaseLearner(abc.ABC, Generic[AnyWork]):
         return done
 
     def gradient(self) -> Params:
-        """A copy of the normalized descent gradient, before the clip, that `update` would now step
-        along.
+        """A copy of the normalized descent gradient in what trains, before the clip, that `update`
+        would now step along.
         """
         self._finish()
         counts = self._denominators()
@@ -201,7 +206,7 @@ class BaseLearner(abc.ABC, Generic[AnyWork]):
         """Goes on from a restored state; the step in progress is dropped."""
         self.params, self.state = None, state
         self.abandon()
-        self.params = self._programs.gather(state.params)
+        self.params = self._programs.gather(state.params, self._frozen)
 
     def abandon(self) -> None:
         """Drops the step: every group and partial sum is gone, the train state is as before it."""
@@ -236,6 +241,10 @@ class BaseLearner(abc.ABC, Generic[AnyWork]):
         """Raises LearnerError naming what has not ended; then nothing more can come."""
 
     @abc.abstractmethod
+    def _left(self) -> list[str]:
+        """What is not in the sums although nothing more is due, by name: nothing, ever."""
+
+    @abc.abstractmethod
     def _report(self, *, is_empty: bool, grad_norm: float, learning_rate: float) -> UpdateReport:
         """The step's report, once its update is done."""
 
@@ -267,6 +276,11 @@ class BaseLearner(abc.ABC, Generic[AnyWork]):
         self.work()
         self._check_ended()
         self.work()
+        if left := self._left():
+            raise AssertionError(
+                f"the schedule has no call for {', '.join(left)}: the gradient would lack it. This "
+                "is a fault of ThunderSync-JAX: report it"
+            )
         self._statistics.check_finite()
 
     def _step(self) -> float:
@@ -274,7 +288,7 @@ class BaseLearner(abc.ABC, Generic[AnyWork]):
         started_s = time.monotonic()
         norm = self._buffers.update(self.state, self._denominators())
         self.params = None  # freed before its successor is made
-        self.params = self._programs.gather(self.state.params)
+        self.params = self._programs.gather(self.state.params, self._frozen)
         value = float(norm)  # blocks until the update is complete
         if not math.isfinite(value):
             self._failure = NonFiniteGradientError(

@@ -75,6 +75,7 @@ class Checkpointer:
         meta = dataclasses.asdict(position) | {
             "policy_version": state.policy_version,
             "sums": dataclasses.asdict(state.sums),
+            "base": state.base,
         }
         args = ocp.args.Composite(
             state=ocp.args.StandardSave({"params": state.params, "opt_state": state.opt_state}),
@@ -102,18 +103,26 @@ class Checkpointer:
         try:
             restored = self._manager.restore(num_steps, args=args)
             meta: dict[str, Any] = dict(restored.meta)
+            base = meta.pop("base")
             state = TrainState(
                 params=restored.state["params"],
                 opt_state=restored.state["opt_state"],
                 policy_version=meta.pop("policy_version"),
                 sums=SumStart(**meta.pop("sums")),
+                base=like.base,
             )
-            return state, RunPosition(**meta)
+            position = RunPosition(**meta)
         except Exception as error:  # Orbax and its storage raise many types for bad files
             raise self._unreadable(num_steps, error) from error
+        self._check_base(num_steps, base, like.base)
+        return state, position
 
-    def restore_policy(self, like: Params, num_steps: int) -> tuple[Params, int]:
+    def restore_policy(self, like: Params, num_steps: int, *, base: str = "") -> tuple[Params, int]:
         """Reads the parameters alone, into the shapes and shardings of `like`, and their version.
+
+        Args:
+          like: of those that train.
+          base: fingerprint of the frozen ones.
 
         Raises:
           CheckpointError: as `restore`.
@@ -129,9 +138,21 @@ class Checkpointer:
         )
         try:
             restored = self._manager.restore(num_steps, args=args)
-            return restored.state["params"], restored.meta["policy_version"]
+            params, meta = restored.state["params"], restored.meta
+            version, saved = meta["policy_version"], meta["base"]
         except Exception as error:  # as in `restore`
             raise self._unreadable(num_steps, error) from error
+        self._check_base(num_steps, saved, base)
+        return params, version
+
+    def _check_base(self, num_steps: int, saved: str, present: str) -> None:
+        """Adapters belong to the parameters that were frozen beside them."""
+        if saved != present:
+            raise CheckpointError(
+                f"the adapters of step {num_steps} in {self._directory / str(num_steps)} belong to "
+                f"frozen parameters of fingerprint {saved or 'none'}, and these are "
+                f"{present or 'none'}. Give the base that the run began with"
+            )
 
     def _unreadable(self, num_steps: int, error: Exception) -> CheckpointError:
         cause = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"

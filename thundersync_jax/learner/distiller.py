@@ -250,6 +250,9 @@ class Distiller(BaseLearner[SegmentWork]):
                 + ". Give each an add_trajectory or a set_failed, or drop the step with abandon()"
             )
 
+    def _left(self) -> list[str]:
+        return [sequence.name for sequence in self._sequences.values() if not sequence.is_done]
+
     def _report(self, *, is_empty: bool, grad_norm: float, learning_rate: float) -> UpdateReport:
         return self._statistics.report(
             self._groups(),

@@ -271,6 +271,9 @@ class Learner(BaseLearner[Work]):
             )
         self._schedule.seal()
 
+    def _left(self) -> list[str]:
+        return [group.name() for group in self._groups() if not group.is_closed]
+
     def _step(self) -> float:
         norm = super()._step()
         members = [m for group in self._groups() for m in group.members]

@@ -81,7 +81,9 @@ class Sizes:
     """Bytes on one device.
 
     Attributes:
-      state_bytes: parameters, the optimizer's copy of them where it is another, and its moments.
+      state_bytes: parameters that train, the optimizer's copy of them where it is another, and its
+        moments.
+      frozen_bytes: parameters that do not train.
       accumulator_bytes: one sum of gradients; a pair (G1, G2) is two.
       held_bytes: one gradient ahead of its verdict.
       slot_bytes: one shared prompt with its adjoints; 0 where none is shared.
@@ -95,6 +97,7 @@ class Sizes:
     accumulator_bytes: int
     held_bytes: int
     slot_bytes: int
+    frozen_bytes: int = 0
     num_sums: int = 1
     caches_bytes: int = 0
     host_caches_bytes: int = 0
@@ -107,7 +110,8 @@ def sizes_of(placement: Placement, caches: Any = None, host_caches: Any = None) 
     slots = placement.slots
     residual_bytes = device_bytes(None if caches is None else caches.residuals)
     return Sizes(
-        state_bytes=device_bytes(placement.params) + master + device_bytes(placement.opt_state),
+        state_bytes=device_bytes((placement.trainable, placement.opt_state)) + master,
+        frozen_bytes=device_bytes(placement.frozen),
         accumulator_bytes=device_bytes(placement.accumulator),
         held_bytes=device_bytes(placement.held),
         slot_bytes=0 if slots is None else device_bytes(slots) // slots.kv.keys.shape[1],
@@ -151,6 +155,7 @@ class MemoryPlan:
         accumulator, held = self.sizes.accumulator_bytes, self.config.held_gradients
         return {
             "state": self.sizes.state_bytes,
+            "frozen parameters": self.sizes.frozen_bytes,
             "batch sum": self.sizes.num_sums * accumulator,
             "pairs": 2 * self.num_device_pairs * accumulator,
             "held gradients": held * self.sizes.held_bytes,

@@ -1,7 +1,8 @@
 """Shapes and shardings of everything that the learner keeps or passes on its mesh.
 
 Abstract values only: nothing here allocates. Parameters lie on fsdp and tensor; accumulators and
-prompt slots have a leading `data` axis; master weights and moments are spread over `data` too.
+prompt slots have a leading `data` axis; master weights and moments are spread over `data` too. Of
+frozen parameters there is neither.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from thundersync_jax.learner.sums import OrderedSum, Sum
 from thundersync_jax.losses.objective import Objective
 from thundersync_jax.model.kv_cache import KeysValues
 from thundersync_jax.model.presets import TransformerConfig
+from thundersync_jax.model.trainable import partition
 from thundersync_jax.model.transformer import abstract_params, logical_axes
 
 
@@ -31,8 +33,9 @@ class Placement:
 
     Attributes:
       params: the replicas' parameters, in the dtype that the model computes in.
-      master: the optimizer's copy of them, in at least float32.
-      is_master_shared: the two are the same arrays.
+      trainable, frozen: the parts of them.
+      master: the optimizer's copy of what trains, in at least float32.
+      is_master_shared: that and the replicas' are the same arrays.
       accumulator: one sum of gradients, [R, ...].
       held: one gradient ahead of its verdict, [R, ...].
       opt_state: the optimizer's moments and counters.
@@ -61,25 +64,26 @@ class Placement:
         specs = jax.tree.map(
             sharding.partition_spec, logical_axes(model), is_leaf=lambda x: isinstance(x, tuple)
         )
-        wide = jax.eval_shape(streaming.zeros_like_params, params)
-        self.scalar_dtype = np.dtype(jax.tree.leaves(wide)[0].dtype)
         self.params = self._on_mesh(params, specs)
+        self.trainable, self.frozen = partition(model, self.params)
+        wide = jax.eval_shape(streaming.zeros_like_params, self.trainable)
+        self.scalar_dtype = np.dtype(jax.tree.leaves(wide)[0].dtype)
         self.master = jax.tree.map(
             lambda w, p: self._struct(w, sharding.spread_over_data(p.sharding.spec, p.shape, mesh)),
-            jax.eval_shape(streaming.zeros_like_params, stored),
-            self.params,
+            jax.eval_shape(streaming.zeros_like_params, partition(model, stored)[0]),
+            self.trainable,
         )
         values = jax.tree.map(
             lambda p, w: self._struct(
                 jax.ShapeDtypeStruct((self.num_replicas, *w.shape), w.dtype),
                 sharding.replica_spec(p.sharding.spec),
             ),
-            self.params,
+            self.trainable,
             wide,
         )
         self.held = OrderedSum(values=values)
         self.accumulator = sum_type.abstract(values, self._numbers)
-        self.is_master_shared = self.master == self.params
+        self.is_master_shared = self.master == self.trainable
         self.opt_state = self._opt_state(optimizer)
         self.slots = self._slots(model, num_slots, slot_length) if num_slots else None
 
@@ -131,9 +135,13 @@ class Placement:
 
     def _opt_state(self, optimizer: optax.GradientTransformation) -> Any:
         """Moments lie where their parameters' master copies lie; counters everywhere."""
+
+        def moment(leaf: Any, master: Any) -> jax.ShapeDtypeStruct:
+            return self._struct(leaf, _moment_spec(leaf.shape, master))
+
         return optax.tree.map_params(
             optimizer,
-            lambda leaf, master: self._struct(leaf, master.sharding.spec),
+            moment,
             jax.eval_shape(optimizer.init, self.master),
             self.master,
             transform_non_params=lambda leaf: self._struct(leaf, PartitionSpec()),
@@ -174,6 +182,17 @@ class Placement:
     def _struct(self, like: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
         placed = NamedSharding(self.mesh, spec)
         return jax.ShapeDtypeStruct(np.shape(like), like.dtype, sharding=placed)
+
+
+def _moment_spec(shape: tuple[int, ...], master: Any) -> PartitionSpec:
+    """Of a moment of the master's shape, or of the mean of such along an axis."""
+    spec = tuple(master.sharding.spec)
+    if shape == master.shape:
+        return PartitionSpec(*spec)
+    for axis in range(len(spec)):
+        if shape == master.shape[:axis] + master.shape[axis + 1 :]:
+            return PartitionSpec(*spec[:axis], *spec[axis + 1 :])
+    return PartitionSpec()
 
 
 def device_bytes(abstract: Any) -> int:

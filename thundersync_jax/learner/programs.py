@@ -36,6 +36,7 @@ from thundersync_jax.learner.reduction import REDUCTIONS
 from thundersync_jax.learner.score import ScoreSettings
 from thundersync_jax.learner.streaming import Binding, Params, PromptSlots
 from thundersync_jax.learner.sums import Sum
+from thundersync_jax.model.trainable import join, partition
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,12 +92,15 @@ class Programs:
         """The prompt slots, zero; None without any."""
         return None if self.placement.slots is None else self._get(Whole.SLOTS)()
 
-    def place_master(self, params: Params) -> Params:
-        """Parameters of any float dtype, as the optimizer's copy where that lies."""
+    def place(self, params: Params) -> tuple[Params, Params]:
+        """(master, frozen): parameters of any float dtype, as the optimizer's copy of those that
+        train and the replicas' copy of those that do not.
+        """
+        trainable, frozen = partition(self._settings.model, params)
         return jax.tree.map(
             lambda x, like: jax.device_put(x.astype(like.dtype), like.sharding),
-            params,
-            self.placement.master,
+            (trainable, frozen),
+            (self.placement.master, self.placement.frozen),
         )
 
     def init_opt_state(self, master: Params) -> Any:
@@ -200,11 +204,12 @@ class Programs:
         """`streaming.apply_update`; everything is donated."""
         return self._get(Whole.UPDATE)(master, opt_state, sums, self._scalars(denominators))
 
-    def gather(self, master: Params) -> Params:
-        """The replicas' copies of the master weights; the same arrays where they lie alike."""
-        if self.placement.is_master_shared:
-            return master
-        return self._get(Whole.GATHER)(master)
+    def gather(self, master: Params, frozen: Params) -> Params:
+        """The replicas' parameters: copies of the master weights, or the same arrays where they lie
+        alike, and the frozen ones.
+        """
+        is_shared = self.placement.is_master_shared
+        return join(master if is_shared else self._get(Whole.GATHER)(master), frozen)
 
     # -- compilation ------------------------------------------------------------------------------
 
@@ -328,11 +333,11 @@ class Programs:
             case Whole.GATHER:
                 return Program(
                     lambda master: jax.tree.map(
-                        lambda m, p: m.astype(p.dtype), master, place.params
+                        lambda m, p: m.astype(p.dtype), master, place.trainable
                     ),
                     donated=(),
                     arguments=(place.master,),
-                    results=place.params,
+                    results=place.trainable,
                 )
             case Whole.ACCUMULATOR:
                 return zeros(acc)

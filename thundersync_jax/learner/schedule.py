@@ -133,10 +133,10 @@ class Schedule:
 
     def next_work(self) -> Work | None:
         """The call that is due, its buffers taken; None when nothing is ready."""
-        for group in self.groups:
-            self._prompts.reserve(group)
         self.turns.settle()
         closing = [g for g in self.groups if self._ready_to_close(g)]
+        for group in self.groups:  # what has just closed left its slot
+            self._prompts.reserve(group)
         cohorts = dict.fromkeys(group.cohort for group in closing)
         close = self._close([c for c in cohorts if c.pairs and c.is_accumulated])
         if close is not None:

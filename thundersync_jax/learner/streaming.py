@@ -30,6 +30,7 @@ from thundersync_jax.learner.buckets import Lanes, Prompts
 from thundersync_jax.learner.score import ScoreSettings, score
 from thundersync_jax.learner.sums import Sum, clear_at, fold_at, in_place
 from thundersync_jax.model.kv_cache import KeysValues
+from thundersync_jax.model.trainable import parameter_vjp
 from thundersync_jax.model.transformer import keys_values
 
 Params = Any  # a pytree of arrays; the model alone knows its structure
@@ -82,7 +83,8 @@ def accumulate(
     Args:
       prefix_bucket: positions of the slots to attend to; 0 for lanes without a shared prompt.
       buffers: accumulators, donated by the caller: the batch sum, the term sums, and others. A term
-        sum takes the gradient of its K, everything else that of S.
+        sum takes the gradient of its K, everything else that of S. Gradients are in the parameters
+        that train.
       slots: shared prompts, their adjoints donated; None when prefix_bucket is 0.
       coefficients: [len(buffers), K].
       pair_coefficients: [2, K], what the prompt's adjoint pair gets: (r_k - c, 1) on every path, or
@@ -198,7 +200,9 @@ def prompt_backward(
     """
     bucket = prompts.tokens.shape[0]
     is_prompt = jnp.arange(bucket) < prompts.length
-    kv, pull_back = jax.vjp(lambda p: _prompt_kv(settings, p, prompts), params)
+    kv, pull_back = parameter_vjp(
+        settings.model, lambda params: _prompt_kv(settings, params, prompts), params
+    )
 
     def pulled_back(adjoint: KeysValues) -> Params:
         def cotangent(a: jax.Array, x: jax.Array) -> jax.Array:
@@ -304,5 +308,5 @@ def _lane_gradients(
     def score_of(params: Params, prefix: KeysValues | None) -> Any:
         return score(settings, params, prefix, chosen)
 
-    sums, pull_back, gaps = jax.vjp(score_of, params, prefix, has_aux=True)
+    sums, pull_back, gaps = parameter_vjp(settings.model, score_of, params, prefix, has_aux=True)
     return [pull_back(one) for one in jnp.eye(sums.shape[0], dtype=sums.dtype)], gaps

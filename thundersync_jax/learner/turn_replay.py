@@ -39,6 +39,7 @@ from thundersync_jax.learner.streaming import STATISTICS, Params
 from thundersync_jax.learner.sums import OrderedSum, Sum, fold_at
 from thundersync_jax.model.kv_cache import KeysValues
 from thundersync_jax.model.presets import TransformerConfig
+from thundersync_jax.model.trainable import parameter_vjp
 from thundersync_jax.model.transformer import forward_extending
 
 
@@ -141,8 +142,12 @@ def score_segment(
         lane = _lane(lanes, index)
         prefix = None if caches is None else _prefix(caches.kv, prefix_bucket, lane)
         (hidden, kv), pull_back = _differentiated(settings, params, prefix, lane)
-        value, pull_score, gaps = jax.vjp(
-            lambda params, hidden: score(params, hidden, lane), params, hidden, has_aux=True
+        value, pull_score, gaps = parameter_vjp(
+            settings.model,
+            lambda params, hidden: score(params, hidden, lane),
+            params,
+            hidden,
+            has_aux=True,
         )
         head_grad, hidden_grad = pull_score(jnp.ones_like(value))
         cotangent = _adjoint(caches, lane, kv, ledger_weights[index])
@@ -177,8 +182,11 @@ def replay_segment(
         buffers, caches, stats = carry
         lane = _lane(lanes, index)
         prefix = _prefix(caches.kv, prefix_bucket, lane)
-        kv, pull_back = jax.vjp(
-            lambda params, prefix: _extend(settings, params, prefix, lane)[1], params, prefix
+        kv, pull_back = parameter_vjp(
+            settings.model,
+            lambda params, prefix: _extend(settings, params, prefix, lane)[1],
+            params,
+            prefix,
         )
         grads = pull_back(_adjoint(caches, lane, kv, jnp.ones(())))
         buffers, caches, is_finite = _add(buffers, caches, coefficients[:, index], lane, *grads)
@@ -259,7 +267,12 @@ def _differentiated(
     settings: ScoreSettings, params: Params, prefix: KeysValues | None, lane: Lanes
 ) -> tuple[tuple[jax.Array, KeysValues], Any]:
     """`_extend` and its vjp in parameters and prefix."""
-    return jax.vjp(lambda params, prefix: _extend(settings, params, prefix, lane), params, prefix)
+    return parameter_vjp(
+        settings.model,
+        lambda params, prefix: _extend(settings, params, prefix, lane),
+        params,
+        prefix,
+    )
 
 
 def _prefix(kv: KeysValues, prefix_bucket: int, lane: Lanes) -> KeysValues | None:

@@ -12,6 +12,7 @@ from safetensors.numpy import save_file
 
 from thundersync_jax.model.families import Tensor, tensors, write_config
 from thundersync_jax.model.import_hf import INDEX, at_path
+from thundersync_jax.model.lora import merged_kernel
 from thundersync_jax.model.presets import TransformerConfig
 from thundersync_jax.model.transformer import Params, logical_axes
 
@@ -28,7 +29,8 @@ def export_hugging_face(
     source: Path | None = None,
     max_file_bytes: int = 2 * 2**30,
 ) -> None:
-    """Writes config.json and safetensors files, and replaces those that are there.
+    """Writes config.json and safetensors files, and replaces those that are there. Adapters are
+    merged into their kernels.
 
     Args:
       params: on devices of this host, in any float dtype.
@@ -50,7 +52,7 @@ def export_hugging_face(
             metadata={"format": "pt"},
         )
     index = {
-        "metadata": {"total_size": _num_bytes(params, dtype)},
+        "metadata": {"total_size": _num_bytes(config, params, dtype)},
         "weight_map": {tensor: names[at] for tensor, at in places.items()},
     }
     (root / INDEX).write_text(json.dumps(index, indent=1))
@@ -90,17 +92,28 @@ def _arrays(
     for name, tensor, layer in _names(config):
         if name in wanted:
             array, own = at_path(params, tensor.path), at_path(axes, tensor.path)
-            if layer is not None:
+            if layer is not None and tensor.path[-1] == "kernel":
+                array, own = (
+                    merged_kernel(config, at_path(params, tensor.path[:-1]), layer),
+                    own[1:],
+                )
+            elif layer is not None:
                 array, own = array[layer], own[1:]
-            yield name, _as_in_file(np.asarray(jax.device_get(array)), own, tensor)
+            yield name, as_in_file(np.asarray(jax.device_get(array)), own, tensor)
 
 
-def _as_in_file(array: np.ndarray, axes: Sequence[str], tensor: Tensor) -> np.ndarray:
+def as_in_file(array: np.ndarray, axes: Sequence[str], tensor: Tensor) -> np.ndarray:
+    """A parameter, or one layer of it, as its file has it.
+
+    Args:
+      axes: the array's logical axes.
+    """
     sizes = dict(zip(axes, array.shape, strict=True))
     order = [axes.index(axis) for group in tensor.dims for axis in group]
     shape = [int(np.prod([sizes[axis] for axis in group])) for group in tensor.dims]
     return np.ascontiguousarray(array.transpose(order).reshape(shape))
 
 
-def _num_bytes(params: Params, dtype: str) -> int:
-    return sum(x.size for x in jax.tree.leaves(params)) * np.dtype(dtype).itemsize
+def _num_bytes(config: TransformerConfig, params: Params, dtype: str) -> int:
+    sizes = [at_path(params, tensor.path).size for tensor in tensors(config)]
+    return sum(sizes) * np.dtype(dtype).itemsize

@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from thundersync_jax.model.layers import ADAPTER
 from thundersync_jax.model.presets import (
     LinearRopeScaling,
     Llama3RopeScaling,
@@ -112,7 +113,7 @@ def write_config(config: TransformerConfig) -> dict[str, Any]:
 
 
 def tensors(config: TransformerConfig) -> tuple[Tensor, ...]:
-    """Of every parameter, in no particular order."""
+    """Of every parameter but the adapters', in no particular order."""
     layer = [
         ("attention_norm/scale", "input_layernorm", "embed"),
         ("attention/query/kernel", "self_attn.q_proj", "(heads head_dim) embed"),
@@ -158,6 +159,21 @@ def tensors(config: TransformerConfig) -> tuple[Tensor, ...]:
         Tensor(path=tuple(path.split("/")), name=name, dims=_parsed(dims))
         for path, name, dims in (*whole, *found)
     )
+
+
+def adapter_tensors(config: TransformerConfig) -> tuple[Tensor, ...]:
+    """Of the factors of every adapter, as PEFT names and turns them; none without adapters."""
+    found = []
+    for kernel in tensors(config):
+        *projection, leaf = kernel.path
+        if config.lora is not None and leaf == "kernel" and projection[-1] in config.lora.targets:
+            name = f"base_model.model.{kernel.name.removesuffix('.weight')}"
+            outer, inner = kernel.dims
+            for factor, dims in (("a", (("rank",), inner)), ("b", (outer, ("rank",)))):
+                path = (*projection, ADAPTER, factor)
+                their_name = f"{name}.lora_{factor.upper()}.weight"
+                found.append(Tensor(path=path, name=their_name, dims=dims))
+    return tuple(found)
 
 
 def _parsed(dims: str) -> tuple[tuple[str, ...], ...]:

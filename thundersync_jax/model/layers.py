@@ -8,6 +8,7 @@ run the same arithmetic.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,9 +17,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from thundersync_jax.model.presets import LinearRopeScaling, TransformerConfig
+from thundersync_jax.model.presets import LinearRopeScaling, Lora, TransformerConfig
 
 Initializer = Callable[..., Any]
+
+# Of a projection, beside its kernel: a module, so that the kernel is drawn as without it.
+ADAPTER = "lora"
 
 
 def at_least_float32(dtype: Any) -> Any:
@@ -31,6 +35,12 @@ def fan_in_normal(fan_in: int, scale: float = 1.0) -> Initializer:
     return nn.initializers.normal(scale / math.sqrt(fan_in))
 
 
+def centered_uniform(bound: float) -> Initializer:
+    """Uniform from -bound to bound."""
+    uniform = nn.initializers.uniform(2 * bound)
+    return lambda *args: uniform(*args) - bound
+
+
 def residual_scale(config: TransformerConfig) -> float:
     """Keeps the residual stream at its initial size: every layer adds two outputs to it."""
     return 1.0 / math.sqrt(2 * config.num_layers)
@@ -38,7 +48,7 @@ def residual_scale(config: TransformerConfig) -> float:
 
 class Einsum(nn.Module):
     """One projection: an einsum with a kernel of shape `shape`, whose logical axes are `axes`; with
-    a bias over all of them but the first.
+    a bias over all of them but the first, and an adapter where `config.lora` targets its name.
     """
 
     config: TransformerConfig
@@ -53,13 +63,54 @@ class Einsum(nn.Module):
         init: Initializer = nn.with_logical_partitioning(self.kernel_init, tuple(self.axes))
         kernel = self.param("kernel", init, tuple(self.shape), self.config.param_dtype)
         outputs = jnp.einsum(self.equation, inputs, kernel.astype(self.config.dtype))
-        if not self.use_bias:
-            return outputs
-        zeros: Initializer = nn.with_logical_partitioning(
-            nn.initializers.zeros, tuple(self.axes[1:])
+        if self.use_bias:
+            zeros: Initializer = nn.with_logical_partitioning(
+                nn.initializers.zeros, tuple(self.axes[1:])
+            )
+            bias = self.param("bias", zeros, tuple(self.shape[1:]), self.config.param_dtype)
+            outputs += bias.astype(self.config.dtype)
+        lora = self.config.lora
+        if lora is not None and self.name in lora.targets:
+            outputs += LowRank(
+                self.config, lora, self.equation, self.shape, self.axes, name=ADAPTER
+            )(inputs)
+        return outputs
+
+
+class LowRank(nn.Module):
+    """alpha / rank * (inputs A) B: what an adapter adds to a projection, through `rank` numbers a
+    token. Arguments as of the projection.
+    """
+
+    config: TransformerConfig
+    lora: Lora
+    equation: str
+    shape: Sequence[int]
+    axes: Sequence[str]
+
+    @nn.compact
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        given, kernel, made = re.split(r",|->", self.equation)
+        inner = [letter for letter in kernel if letter in given]  # summed over, first in the kernel
+        count, rank = len(inner), self.lora.rank
+        shape, axes = tuple(self.shape), tuple(self.axes)
+        bound = 1 / math.sqrt(math.prod(shape[:count]))  # PEFT begins so
+        first = self._factor(
+            "a", centered_uniform(bound), (*shape[:count], rank), (*axes[:count], "rank")
         )
-        bias = self.param("bias", zeros, tuple(self.shape[1:]), self.config.param_dtype)
-        return outputs + bias.astype(self.config.dtype)
+        second = self._factor(
+            "b", nn.initializers.zeros, (rank, *shape[count:]), ("rank", *axes[count:])
+        )
+        narrow = "".join(letter for letter in given if letter not in inner) + "R"
+        low = jnp.einsum(f"{given},{kernel[:count]}R->{narrow}", inputs, first)
+        return jnp.einsum(f"{narrow},R{kernel[count:]}->{made}", low, second) * self.lora.scale
+
+    def _factor(
+        self, name: str, init: Initializer, shape: tuple[int, ...], axes: tuple[str, ...]
+    ) -> jax.Array:
+        placed: Initializer = nn.with_logical_partitioning(init, axes)
+        stored = at_least_float32(self.config.param_dtype)
+        return self.param(name, placed, shape, stored).astype(self.config.dtype)
 
 
 class RMSNorm(nn.Module):

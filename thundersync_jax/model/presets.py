@@ -52,6 +52,19 @@ class LinearRopeScaling:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Lora:
+    """Adapters of the projections named `targets`; see `lora.py`, which checks the names."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
     """A pre-norm decoder with grouped-query attention, rotary positions and a gated MLP: Llama,
     Qwen2.5, Qwen3, Gemma 3.
@@ -69,12 +82,13 @@ class TransformerConfig:
       local_rope_theta: of the layers with a window, whose positions are not stretched.
       tie_embeddings: the output kernel is the transposed embedding.
       dtype: arithmetic; norms, softmax and logits are at least float32.
-      param_dtype: storage of the parameters that `init_params` makes.
+      param_dtype: storage of the parameters that `init_params` makes; of adapters at least float32.
       remat: what the backward pass keeps: "none" everything, "block" the block inputs, "dots" also
         the projections.
       attention: of whole trajectories: "xla" holds the scores of all queries and keys, "splash"
         runs the TPU kernel that does not (interpreted, slowly, elsewhere), "auto" takes the kernel
         on TPUs for long rows.
+      lora: the adapters that train while all else is frozen; None trains everything.
     """
 
     vocab_size: int
@@ -101,6 +115,7 @@ class TransformerConfig:
     param_dtype: str = "float32"
     remat: str = "none"
     attention: str = "auto"
+    lora: Lora | None = None
 
     def forward_flops(self, num_positions: int, num_before: int = 0) -> int:
         """Floating-point operations of the blocks' matrix products over so many positions after

@@ -68,7 +68,7 @@ class ChatRenderer:
             )
         self._suite = suite
         self.tokenizer = files.tokenizer
-        self.control = ControlTokens(files.tokenizer)
+        self.control = ControlTokens(files.tokenizer, files.template)
         self.template = ChatTemplate(
             files.template,
             name=files.template_name,
@@ -214,12 +214,12 @@ class _Chat:
         return Reply(token_ids=ids)
 
     def _mark(self, text: str) -> str:
-        """`text` with a mark in place of everything between reasoning tags."""
-        pieces = _TAGS.split(text.rstrip())
-        for at, piece in enumerate(pieces):
-            core = piece.strip()
-            if core and not _TAGS.fullmatch(core):
-                pieces[at] = piece.replace(core, f"\ufdd0{self._num_marks}\ufdd1")
+        """`text` with a mark in place of everything between reasoning tags, and one at its end."""
+        pieces = _TAGS.split(text.rstrip())  # texts at even places, tags between
+        for at in range(0, len(pieces), 2):
+            if (core := pieces[at].strip()) or at == len(pieces) - 1:
+                before, _, after = pieces[at].partition(core) if core else (pieces[at], "", "")
+                pieces[at] = f"{before}\ufdd0{self._num_marks}\ufdd1{after}"
                 self._num_marks += 1
         return "".join(pieces)
 

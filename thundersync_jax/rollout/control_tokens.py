@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 
 from tokenizers import Tokenizer as TokenizersBackend
 
@@ -24,16 +25,28 @@ _ELISION = "\n...\n"
 
 
 class ControlTokens:
-    """Of one tokenizer."""
+    """The special tokens of one tokenizer, and others that a template writes (<think>). What else
+    was added to a vocabulary (in Gemma's runs of newlines, and tags of HTML) is text.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    Args:
+      template: the chat template's source.
+
+    Attributes:
+      ids: of all of them. special_ids: of those that end, begin or pad.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, template: str) -> None:
         self._tokenizer = tokenizer
         added = tokenizer.backend.get_added_tokens_decoder()
-        self._ids = frozenset(added)
-        self.special_ids = frozenset(i for i, token in added.items() if token.special)
-        names = sorted((token.content for token in added.values()), key=len, reverse=True)
-        self._control = _any_of(names)
-        self._special = _any_of([t.content for t in added.values() if t.special])
+        control = {
+            token_id: token.content
+            for token_id, token in added.items()
+            if token.special or (token.content.strip() and token.content in template)
+        }
+        self.ids = frozenset(control)
+        self.special_ids = frozenset(i for i in control if added[i].special)
+        self._control = _any_of(control.values())
+        self._special = _any_of(control[i] for i in self.special_ids)
         self._plain = _without_added_tokens(tokenizer.backend)
 
     def quote(self, text: str) -> str:
@@ -46,7 +59,7 @@ class ControlTokens:
         for piece in re.split(f"({_BEGIN}.*?{_END})", text, flags=re.DOTALL):
             if piece.startswith(_BEGIN):
                 letters = self._plain.encode(piece[1:-1], add_special_tokens=False).ids
-                if not self._ids.isdisjoint(letters):
+                if not self.ids.isdisjoint(letters):
                     raise TokenizerError(
                         f"the tokenizer has no other ids for the letters of {piece[1:-1]!r}, which "
                         "an environment said, than the control token: change what it says"
@@ -64,7 +77,7 @@ class ControlTokens:
         """The head and the tail of a long text, of `max_tokens` tokens together, in whole
         characters; errors tend to be at the end.
         """
-        offsets = self._plain.encode(text, add_special_tokens=False).offsets
+        offsets = self._tokenizer.backend.encode(text, add_special_tokens=False).offsets
         if len(offsets) <= max_tokens:
             return text
         num_head = (max_tokens + 1) // 2
@@ -78,9 +91,10 @@ def without_marks(text: str) -> str:
     return _NONCHARACTERS.sub("\ufffd", text)
 
 
-def _any_of(names: list[str]) -> re.Pattern[str]:
-    """Matches each of `names`, the first of those that begin alike; nothing without any."""
-    return re.compile("|".join(map(re.escape, names)) or "(?!)")
+def _any_of(names: Iterable[str]) -> re.Pattern[str]:
+    """Matches each of `names`, the longest of those that begin alike; nothing without any."""
+    longest_first = sorted(names, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
 
 def _without_added_tokens(backend: TokenizersBackend) -> TokenizersBackend:
