@@ -125,7 +125,7 @@ def test_resume_allows_marked_keys_only():
     other = resolve(changed(run__seed=1, run__num_steps=5, serving__num_slots=2))
     assert resume_differences(saved, other) == ["run.seed: 0 -> 1"]
     del saved["model"]["preset"]
-    assert resume_differences(saved, RunConfig()) == ["model.preset: '(absent)' -> 'tiny'"]
+    assert resume_differences(saved, RunConfig()) == ["model.preset: '(absent)' -> ''"]
 
 
 def test_layers_without_jax_start_without_it():

@@ -59,6 +59,11 @@ class RunConfig:
     evaluation: EvaluationSection = dataclasses.field(default_factory=EvaluationSection)
     checkpoint: CheckpointSection = dataclasses.field(default_factory=CheckpointSection)
 
+    @property
+    def tokenizer_directory(self) -> str:
+        """Where the policy's tokenizer is; "" for the words of the environment's vocabulary."""
+        return self.chat.tokenizer or self.model.checkpoint
+
     def __post_init__(self) -> None:
         """Checks that need more than one section."""
         check(

@@ -31,6 +31,7 @@ from thundersync_jax.config_chat import ChatSection
 from thundersync_jax.envs.base import Action, EnvironmentSuite, Message, Observation
 from thundersync_jax.envs.tools import Tool, misfit_of
 from thundersync_jax.errors import ConfigError
+from thundersync_jax.rollout.chat import TokenizerError
 from thundersync_jax.rollout.chat_template import ChatTemplate, ChatTemplateError
 from thundersync_jax.rollout.control_tokens import ControlTokens, without_marks
 from thundersync_jax.rollout.renderer import Conversation, Renderer, Reply, WordRenderer
@@ -147,10 +148,20 @@ class ChatRenderer:
 
 
 def make_renderer(suite: EnvironmentSuite, section: ChatSection) -> Renderer:
-    """The suite's words where no tokenizer is named, else a model's own template."""
+    """The suite's words where no tokenizer is named, or one of words; else a model's template."""
     if not section.tokenizer:
         return WordRenderer(suite)
-    return ChatRenderer(read_tokenizer_files(Path(section.tokenizer)), suite, section)
+    files = read_tokenizer_files(Path(section.tokenizer))
+    if not files.has_words:
+        return ChatRenderer(files, suite, section)
+    renderer = WordRenderer(suite)
+    if renderer.tokenizer.fingerprint != files.tokenizer.fingerprint:
+        raise TokenizerError(
+            f"{section.tokenizer} has {files.tokenizer.vocab_size} words which are not the "
+            f"{renderer.tokenizer.vocab_size} of the environment's vocabulary in their order: its "
+            "policy was trained in another environment"
+        )
+    return renderer
 
 
 class _Chat:
