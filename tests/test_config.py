@@ -86,6 +86,10 @@ def test_options_of_a_users_function_are_free():
         ({"optimizer__schedule": "cosine"}, "optimizer.decay_steps = 0: expected more than"),
         ({"env__factory": "module"}, "expected 'package.module:function'"),
         (
+            {"chat__history": "append"},
+            "the default 'template' without a tokenizer.* Set chat.token",
+        ),
+        (
             {"opd__prefix_buckets": (8, 62)},
             r"\(8, 62\): expected a last length from 63, .* to 64",
         ),

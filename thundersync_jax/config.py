@@ -66,6 +66,11 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         """Checks that need more than one section."""
+        for field in dataclasses.fields(ChatSection) if not self.tokenizer_directory else ():
+            value, default = getattr(self.chat, field.name), getattr(ChatSection(), field.name)
+            expected = f"the default {default!r} without a tokenizer that chats"
+            remedy = "Set chat.tokenizer, or model.checkpoint."
+            check(value == default, f"chat.{field.name}", value, expected, remedy)
         check(
             self.learner.buckets[-1] >= self.model.max_context,
             "learner.buckets",

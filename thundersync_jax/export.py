@@ -44,6 +44,13 @@ def main(argv: Sequence[str]) -> int:
     workdir, to = WorkDirectory(Path(_WORKDIR.value)), Path(_TO.value)
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise ConfigError(f"--to={to} is not empty: give a directory that is, or a new one")
+    if (_FORM.value == "adapter") != bool(_BASE.value):
+        raise ConfigError(
+            f"--form={_FORM.value} --base={_BASE.value}: expected --base, the directory or name of "
+            "the model beside which the adapters lie, with --form=adapter alone"
+        )
+    if workdir.root.resolve() in (to.resolve(), *to.resolve().parents):
+        raise ConfigError(f"--to={to} is in the run's directory, which is only read: give another")
     step = export(
         workdir,
         to,

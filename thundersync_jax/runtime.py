@@ -21,7 +21,7 @@ from thundersync_jax.config_sampling import SamplingSection
 from thundersync_jax.config_sections import EnvSection
 from thundersync_jax.envs.base import EnvironmentSuite
 from thundersync_jax.errors import ConfigError
-from thundersync_jax.factory import call_factory, import_factory
+from thundersync_jax.factory import call_factory, describe_error, import_factory
 from thundersync_jax.frozen_policy import FrozenPolicy, check_weights, find_frozen_policy
 from thundersync_jax.initial_policy import initial_params, make_model
 from thundersync_jax.learner.compilation import compile_apart
@@ -124,7 +124,7 @@ async def build(
         else ()
     )
     for task in (*train_tasks, *eval_tasks):
-        _check_prompt(task, renderer, config.model.max_context)
+        check_prompt(task, renderer, config.model.max_context)
     if frozen is not None:
         await asyncio.to_thread(check_weights, frozen)
     sandboxes, sandbox_report = await open_pool(config.sandbox)
@@ -156,6 +156,7 @@ def check_learning(
     config: RunConfig, model: TransformerConfig, tokenizer: Tokenizer, workdir: WorkDirectory
 ) -> FrozenPolicy | None:
     """Raises ConfigError or ObjectiveError for what a run cannot learn; its frozen policy."""
+    workdir.check_tokenizer(tokenizer.fingerprint)
     objective = make_objective(config.learner.objective, config.learner.objective_options)
     if config.learner.stream_turns != "never":
         check_turns(objective)
@@ -257,6 +258,12 @@ def load_split(
         raise ConfigError(
             f"the split {split!r} of {config.env.factory} has no tasks. {_SPLIT_REMEDY}"
         )
+    for task in tasks:
+        if not isinstance(task, Task):
+            raise ConfigError(
+                f"tasks({split!r}) of {config.env.factory} has {task!r:.80}: expected "
+                "thundersync_jax.trajectory.Task records"
+            )
     return tasks
 
 
@@ -271,11 +278,16 @@ def _check_step(config: RunConfig, objective: Objective) -> None:
         raise ConfigError(str(error)) from error
 
 
-def _check_prompt(task: Task, renderer: Renderer, max_context: int) -> None:
+def check_prompt(task: Task, renderer: Renderer, max_context: int) -> None:
     try:
         num_tokens = len(renderer.prompt_ids(task))
     except (TokenizerError, ChatTemplateError) as error:
         raise ConfigError(f"the prompt of task {task.task_id!r}: {error}") from error
+    except Exception as error:  # a user's suite, whatever it raises or returns
+        raise ConfigError(
+            f"the prompt of task {task.task_id!r}: {describe_error(error)}. Expected a text of "
+            "prompt(task), or messages of messages(task) with tools: mend the suite"
+        ) from error
     if not 1 <= num_tokens < max_context:
         raise ConfigError(
             f"task {task.task_id!r} has a prompt of {num_tokens} tokens: expected 1 to "

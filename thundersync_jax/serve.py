@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
     config, workdir = resolve(load_config(_CONFIG)), WorkDirectory(Path(_WORKDIR.value))
     if _CHILD_PORT.value is not None:
         return serve(config, workdir, _CHILD_PORT.value, _CHECKPOINT_STEP.value or FRESH)
-    workdir.check_same(config, "model", "env")  # what the policy and its vocabulary are
+    workdir.check_same(config, "model", "env", "chat")  # what policy and tokens are
     step = _CHECKPOINT_STEP.value
     if step is None:
         if not workdir.root.is_dir():
@@ -128,6 +128,7 @@ def load_engine(config: RunConfig, workdir: WorkDirectory, step: int) -> DrivenE
     from thundersync_jax.serving.jetstream_server import DrivenEngine
 
     tokenizer = load_renderer(config, load_suite(config.env)).tokenizer
+    workdir.check_tokenizer(tokenizer.fingerprint)
     model = make_model(config.model, tokenizer)
     params, version = load_policy(config, model, workdir, step)
     engine = DrivenEngine(model, config.serving, config.model.max_context)
