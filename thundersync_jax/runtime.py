@@ -279,6 +279,7 @@ def _check_step(config: RunConfig, objective: Objective) -> None:
 
 
 def check_prompt(task: Task, renderer: Renderer, max_context: int) -> None:
+    """Raises ConfigError unless the task has a prompt that leaves room for a token."""
     try:
         num_tokens = len(renderer.prompt_ids(task))
     except (TokenizerError, ChatTemplateError) as error:
