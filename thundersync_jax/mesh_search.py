@@ -12,6 +12,7 @@ Pure; called by `planner`, which compiles one mesh and not all of them.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,7 @@ from thundersync_jax.model.transformer import num_parameters
 from thundersync_jax.sharding import MeshError, MeshShape
 from thundersync_jax.topology import Chip
 
+MOST_GROUPS = 2**16  # of a replica, where each takes next to nothing
 _BF16, _F32 = 2, 4
 
 
@@ -160,7 +162,4 @@ def groups_that_fit(memory: MemoryPlan) -> int:
         section = dataclasses.replace(memory.config, pool_size=count, prompt_slots=max(1, count))
         return dataclasses.replace(memory, config=section).fits
 
-    most = 0
-    while fits(most + 1):
-        most += 1
-    return most
+    return bisect.bisect_left(range(1, MOST_GROUPS + 1), True, key=lambda count: not fits(count))

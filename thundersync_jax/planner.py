@@ -12,31 +12,32 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
-from thundersync_jax import hlo_cost, topology
+from thundersync_jax import topology
 from thundersync_jax.config import RunConfig
 from thundersync_jax.config_learner import LearnerSection
 from thundersync_jax.errors import check
 from thundersync_jax.hlo_cost import Assumed
-from thundersync_jax.learner.memory import MAX_GROUPS, MemoryPlan, Room, sizes_of
+from thundersync_jax.learner.memory import MAX_GROUPS, MemoryPlan, Room, check_fits, sizes_of
 from thundersync_jax.learner.optimizer import make_optimizer
 from thundersync_jax.learner.program_names import (
     Fold,
     Name,
     PromptBackward,
     PromptForward,
+    Shapes,
     Whole,
     program_names,
     shapes_of,
 )
 from thundersync_jax.learner.programs import Programs
 from thundersync_jax.learner.score import ScoreSettings
+from thundersync_jax.learner.turn_programs import TurnPrograms, held_caches
 from thundersync_jax.losses.objectives import make_objective
 from thundersync_jax.mesh_search import StepShape, fastest_meshes, groups_that_fit
 from thundersync_jax.model.lora import with_adapters
@@ -44,6 +45,7 @@ from thundersync_jax.model.presets import TransformerConfig, preset
 from thundersync_jax.model.sharded import check_mesh
 from thundersync_jax.model.transformer import num_parameters
 from thundersync_jax.model.visible import MAX_BLOCK
+from thundersync_jax.program_plan import ProgramPlan, compile_program, step_time
 from thundersync_jax.serving.engine import PolicyEngine
 from thundersync_jax.serving.placement import serving_mesh
 from thundersync_jax.sharding import MeshError, MeshShape, make_mesh
@@ -52,62 +54,14 @@ from thundersync_jax.topology import Chip, TopologyError
 _ENGINE_GRIDS = ("2x4", "2x2x2", "2x2", "2x2x1", "1x1", "1x1x1")  # of at most 8 chips
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ProgramPlan:
-    """One compiled program, of one device and one call.
-
-    Attributes:
-      argument_bytes, temp_bytes, output_bytes, alias_bytes, peak_bytes: see ProgramReport.
-      fits: the chip has room for it beside everything that stays there.
-      flops, hbm_bytes, link_bytes, collectives: see Cost.
-      arithmetic_s, memory_s, links_s: what these take at the chip's published peaks.
-    """
-
-    argument_bytes: int
-    temp_bytes: int
-    output_bytes: int
-    alias_bytes: int
-    peak_bytes: int
-    fits: bool
-    flops: float
-    hbm_bytes: int
-    link_bytes: int
-    collectives: Mapping[str, Mapping[str, int]]
-    arithmetic_s: float
-    memory_s: float
-    links_s: float
-    compile_s: float
-
-    @property
-    def extra_bytes(self) -> int:
-        """What it needs besides its arguments."""
-        return max(self.peak_bytes - self.argument_bytes, self.output_bytes - self.alias_bytes)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StepTime:
-    """Calls of a step, one after the other on a device, and what they take at published peaks.
-
-    Attributes:
-      overlapped_s: each call takes the longest of its three times.
-      serial_s: each takes their sum.
-    """
-
-    calls: Mapping[str, int]
-    arithmetic_s: float
-    memory_s: float
-    links_s: float
-    overlapped_s: float
-    serial_s: float
-
-
 def plan(
     config: RunConfig, name: str, announce: Callable[[str], None] = lambda _: None
 ) -> dict[str, Any]:
     """The report of one configuration on one topology, as plain values.
 
     Raises:
-      TopologyError, MeshError, ConfigError: before anything compiles.
+      TopologyError, MeshError, ConfigError, MemoryPlanError: before anything compiles.
+      PlanError: see `compile_program`.
     """
     check(not config.opd.teacher, "opd.teacher", config.opd.teacher, "'': a plan is of a Learner")
     chip, devices = topology.chip_of(name), topology.topology_devices(name)
@@ -151,8 +105,8 @@ def plan(
             "fits": engine.fits,
         },
         "step": {
-            "learner": dataclasses.asdict(_step_time(learner.calls(), programs)),
-            "rollout": dataclasses.asdict(_step_time(engine.calls(num_engines), programs))
+            "learner": dataclasses.asdict(step_time(learner.calls(), programs)),
+            "rollout": dataclasses.asdict(step_time(engine.calls(num_engines), programs))
             | {"num_engines": num_engines},
         },
         "recommended_mesh": dataclasses.asdict(meshes[0]),
@@ -171,11 +125,16 @@ class LearnerPlan:
             temperature=config.sampling.temperature,
             logprob_chunk=config.model.logprob_chunk,
         )
-        self._parts = (settings, make_optimizer(config.optimizer), mesh)
+        parts = (settings, make_optimizer(config.optimizer), mesh)
+        self._make: Callable[[Shapes], Programs] = functools.partial(Programs, *parts)
+        if config.learner.has_turns:
+            self._make = functools.partial(TurnPrograms, *parts, held_caches(config.learner))
         room = Room(device_bytes=chip.hbm_bytes, host_bytes=2**62)
         first = with_groups(config.learner, 1)
-        sizes = sizes_of(Programs(*self._parts, shapes_of(first)).placement)
+        made = self._make(shapes_of(first))
+        sizes = sizes_of(made.placement, made.caches, made.host_caches)
         self.memory = MemoryPlan(config=first, sizes=sizes, room=room)
+        check_fits(self.memory)
         self.programs: dict[str, ProgramPlan] = {}
 
     def compile(self, announce: Callable[[str], None]) -> None:
@@ -184,7 +143,7 @@ class LearnerPlan:
         half = dataclasses.replace(self.memory.room, device_bytes=self._chip.hbm_bytes // 2)
         tight = dataclasses.replace(self.memory, room=half)
         section = with_groups(self._config.learner, min(MAX_GROUPS, max(1, groups_that_fit(tight))))
-        made = Programs(*self._parts, shapes_of(section))
+        made = self._make(shapes_of(section))
         bucket, prompt = section.buckets[-1], max(section.prompt_buckets, default=0)
         names = self._names(made)
         trips = made.lanes_per_call(bucket)
@@ -298,42 +257,6 @@ class EnginePlan:
         }
 
 
-def compile_program(
-    title: str,
-    lower: Callable[[], jax.stages.Lowered],
-    mesh: Mesh,
-    chip: Chip,
-    assumed: Assumed,
-    announce: Callable[[str], None],
-) -> ProgramPlan:
-    """Compiles one program; whether it fits is judged by the caller, who knows what stays there."""
-    started_s = time.monotonic()
-    compiled = lower().compile()
-    compile_s = time.monotonic() - started_s
-    announce(f"{title} compiled in {compile_s:.1f} s")
-    report = topology.describe(compiled, mesh)
-    cost = hlo_cost.cost(compiled.as_text() or "", mesh, assumed)
-    return ProgramPlan(
-        argument_bytes=report.argument_bytes,
-        temp_bytes=report.temp_bytes,
-        output_bytes=report.output_bytes,
-        alias_bytes=report.alias_bytes,
-        peak_bytes=report.peak_bytes,
-        fits=True,
-        flops=cost.flops,
-        hbm_bytes=cost.hbm_bytes,
-        link_bytes=cost.link_bytes,
-        collectives={
-            axis: {"count": count, "bytes": num_bytes}
-            for axis, (count, num_bytes) in cost.collectives.items()
-        },
-        arithmetic_s=cost.flops / chip.flops_per_s,
-        memory_s=cost.hbm_bytes / chip.hbm_bytes_per_s,
-        links_s=cost.link_bytes / chip.ring_bytes_per_s,
-        compile_s=compile_s,
-    )
-
-
 def with_groups(section: LearnerSection, num_groups: int) -> LearnerSection:
     """Buffers for so many groups a replica where the configuration says -1."""
     sized = [key for key in ("pool_size", "prompt_slots") if getattr(section, key) == -1]
@@ -375,20 +298,6 @@ def _step_shape(config: RunConfig, model: TransformerConfig) -> StepShape:
         tokens=config.learner.buckets[-1],
         prompt_tokens=max(config.learner.prompt_buckets, default=0),
         num_open_groups=config.run.groups_per_step,
-    )
-
-
-def _step_time(calls: Mapping[str, int], programs: Mapping[str, ProgramPlan]) -> StepTime:
-    def total(seconds: Callable[[ProgramPlan], float]) -> float:
-        return sum(count * seconds(programs[title]) for title, count in calls.items())
-
-    return StepTime(
-        calls=calls,
-        arithmetic_s=total(lambda p: p.arithmetic_s),
-        memory_s=total(lambda p: p.memory_s),
-        links_s=total(lambda p: p.links_s),
-        overlapped_s=total(lambda p: max(p.arithmetic_s, p.memory_s, p.links_s)),
-        serial_s=total(lambda p: p.arithmetic_s + p.memory_s + p.links_s),
     )
 
 
