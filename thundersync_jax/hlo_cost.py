@@ -72,6 +72,8 @@ class Instruction:
 
 # Attention kernels by name -> matrix products over [heads, queries, keys, head_dim].
 _KERNEL_PRODUCTS = {"_fwd_": 2, "_dq_": 3, "_dkv_": 4}
+# What updates its first operand in place -> which operand has the new values.
+_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 _FREE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional",
     "call", "after-all", "partition-id", "replica-id", "iota", "optimization-barrier",
@@ -167,8 +169,8 @@ class Program:
             return 0
         if one.opcode in ("dynamic-slice", "slice", "gather"):
             return 2 * _hbm_bytes(one.shape)
-        if one.opcode in ("dynamic-update-slice", "scatter"):
-            return 2 * _hbm_bytes(operands[-1 if one.opcode == "scatter" else 1])
+        if one.opcode in _UPDATES:
+            return 2 * _hbm_bytes(operands[_UPDATES[one.opcode]])
         if one.opcode.endswith("-start"):  # (operand, result, ...) or (result, operand, ...)
             return max(map(_hbm_bytes, _arrays(one.shape)))
         if one.opcode != "fusion":
@@ -310,7 +312,7 @@ def _kernel_flops(one: Instruction, by_name: Mapping[str, Instruction]) -> float
 
 def _fusion_traffic(one: Instruction, operands: list[str], inside: list[Instruction]) -> int:
     """Reads of whole operands, or of the slices that are all a fusion takes of them; writes of
-    results, or of the slices that it updates in place.
+    results, or of the parts that it updates in place.
     """
     by_name = {i.name: i for i in inside}
     parameters = {
@@ -320,25 +322,40 @@ def _fusion_traffic(one: Instruction, operands: list[str], inside: list[Instruct
     }
     total = 0
     for number, shape in enumerate(operands):
-        if not (whole := _hbm_bytes(shape)):
-            continue
-        name = parameters.get(number, "")
-        users = [i for i in inside if name in i.operands]
-        if users and all(i.opcode in ("dynamic-slice", "slice") for i in users):
-            whole = min(whole, sum(hlo.num_bytes(i.shape) for i in users))
-        elif users and all(_updates(i, name) for i in users):
-            whole = 0
-        total += whole
-    updates = [i for i in inside if i.opcode == "dynamic-update-slice"]
-    updated = {_dims_key(i.shape): hlo.num_bytes(by_name[i.operands[1]].shape) for i in updates}
+        if whole := _hbm_bytes(shape):
+            users = list(_users(parameters.get(number, ""), inside))
+            parts = [_part_bytes(user, name) for name, user in users]
+            total += min(whole, sum(whole if part is None else part for part in parts))
+    updated = {
+        _dims_key(i.shape): hlo.num_bytes(by_name[i.operands[at]].shape)
+        for i in inside
+        if (at := _UPDATES.get(i.opcode)) is not None
+    }
     for shape in _arrays(one.shape):
         if whole := _hbm_bytes(shape):
             total += min(whole, updated.get(_dims_key(shape), whole))
     return total
 
 
-def _updates(one: Instruction, name: str) -> bool:
-    return one.opcode == "dynamic-update-slice" and one.operands[0] == name
+def _users(name: str, inside: list[Instruction]) -> Iterator[tuple[str, Instruction]]:
+    """(the name that it uses, user) of an array, under all names that a bitcast gives it."""
+    for one in inside:
+        if name in one.operands:
+            if one.opcode == "bitcast":
+                yield from _users(one.name, inside)
+            else:
+                yield name, one
+
+
+def _part_bytes(user: Instruction, name: str) -> int | None:
+    """What a user reads of an array: a slice, or nothing where it updates it in place; None is all
+    of it.
+    """
+    if user.opcode in ("dynamic-slice", "slice", "gather") and user.operands[0] == name:
+        return hlo.num_bytes(user.shape)
+    if user.opcode in _UPDATES and user.operands[0] == name:
+        return 0
+    return None
 
 
 def _dims(shape: str) -> list[int]:

@@ -50,12 +50,16 @@ class StepShape:
         return num_parameters(model) - (0 if is_tied else model.vocab_size * model.embed_dim)
 
     @property
-    def flops(self) -> float:
-        """Of one trajectory: forward, repeated forward, and the backward pass."""
+    def model_flops(self) -> float:
+        """Of one trajectory, forward and backward in all parameters, and nothing repeated."""
         model = self.model
         blocks = model.forward_flops(self.tokens, self.prompt_tokens)
-        head = 2 * model.vocab_size * model.embed_dim * self.tokens
-        return (4 if model.lora is None else 3) * (blocks + head)
+        return 3 * (blocks + 2 * model.vocab_size * model.embed_dim * self.tokens)
+
+    @property
+    def flops(self) -> float:
+        """Of one trajectory as it runs: forward, again, and backward in what trains."""
+        return self.model_flops * (1 if self.model.lora else 4 / 3)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

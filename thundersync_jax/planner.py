@@ -77,6 +77,7 @@ def plan(
     meshes = fastest_meshes(shape, memory, dict(mesh.shape), chip, _lengths(config.learner))
     programs = learner.programs | engine.programs
     tokens = learner.tokens_per_call
+    flops = len(devices) * learner.programs["streaming_step"].flops
     return {
         "topology": name,
         "chip": name.partition(":")[0],
@@ -87,9 +88,8 @@ def plan(
         "lora_rank": config.model.lora.rank,
         "num_parameters": num_parameters(model),
         "programs": {key: dataclasses.asdict(value) for key, value in programs.items()},
-        "flops_over_6nt": len(devices)
-        * learner.programs["streaming_step"].flops
-        / (6 * shape.num_product_parameters * tokens),
+        "flops_over_6nt": flops / (6 * shape.num_product_parameters * tokens),
+        "flops_over_model": flops / (shape.model_flops * tokens / shape.tokens),
         "resident_bytes": memory.resident_bytes,
         "resident": memory.parts,
         "fits": memory.fits and engine.fits,
