@@ -72,6 +72,7 @@ class Instruction:
 
 # Attention kernels by name -> matrix products over [heads, queries, keys, head_dim].
 _KERNEL_PRODUCTS = {"_fwd_": 2, "_dq_": 3, "_dkv_": 4}
+_SLICES = ("dynamic-slice", "slice", "gather")
 # What updates its first operand in place -> which operand has the new values.
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 _FREE = {
@@ -167,7 +168,7 @@ class Program:
         operands = [by_name[name].shape for name in one.operands if name in by_name]
         if one.opcode.endswith("-done") or one.opcode.endswith("-update"):
             return 0
-        if one.opcode in ("dynamic-slice", "slice", "gather"):
+        if one.opcode in _SLICES:
             return 2 * _hbm_bytes(one.shape)
         if one.opcode in _UPDATES:
             return 2 * _hbm_bytes(operands[_UPDATES[one.opcode]])
@@ -175,8 +176,51 @@ class Program:
             return max(map(_hbm_bytes, _arrays(one.shape)))
         if one.opcode != "fusion":
             return sum(map(_hbm_bytes, [*operands, *_arrays(one.shape)]))
-        called = next(name for how, name in _calls(one) if how == "calls")
-        return _fusion_traffic(one, operands, self._computations[called])
+        inside = self._inside(one)
+        read = sum(
+            min(whole, self._read_bytes(inside, _parameter(inside, number), whole))
+            for number, whole in enumerate(map(_hbm_bytes, operands))
+            if whole
+        )
+        updated = self._updated_bytes(inside)
+        written = (
+            min(_hbm_bytes(shape), updated.get(tuple(_dims(shape)), _hbm_bytes(shape)))
+            for shape in _arrays(one.shape)
+        )
+        return read + sum(written)
+
+    def _inside(self, fusion: Instruction) -> list[Instruction]:
+        return self._computations[next(name for how, name in _calls(fusion) if how == "calls")]
+
+    def _read_bytes(self, inside: list[Instruction], name: str, whole: int) -> int:
+        """What a fusion reads of an array of so many bytes: slices of it, or nothing where it
+        updates it in place, or all.
+        """
+        total = 0
+        for one in inside:
+            if name not in one.operands:
+                continue
+            if one.opcode == "bitcast":
+                total += self._read_bytes(inside, one.name, whole)
+            elif one.opcode == "fusion":
+                nested, number = self._inside(one), one.operands.index(name)
+                total += self._read_bytes(nested, _parameter(nested, number), whole)
+            elif one.operands[0] == name and one.opcode in _SLICES:
+                total += hlo.num_bytes(one.shape)
+            elif one.operands[0] != name or one.opcode not in _UPDATES:
+                total += whole
+        return total
+
+    def _updated_bytes(self, inside: list[Instruction]) -> dict[tuple[int, ...], int]:
+        """Dimensions of what a fusion updates in place -> bytes of its new values."""
+        by_name = {one.name: one for one in inside}
+        found: dict[tuple[int, ...], int] = {}
+        for one in inside:
+            if one.opcode == "fusion":
+                found |= self._updated_bytes(self._inside(one))
+            elif (at := _UPDATES.get(one.opcode)) is not None:
+                found[tuple(_dims(one.shape))] = hlo.num_bytes(by_name[one.operands[at]].shape)
+        return found
 
 
 def cost(text: str, mesh: Mesh, assumed: Assumed) -> Cost:
@@ -310,62 +354,19 @@ def _kernel_flops(one: Instruction, by_name: Mapping[str, Instruction]) -> float
     return 2.0 * products * heads * queries * keys * width
 
 
-def _fusion_traffic(one: Instruction, operands: list[str], inside: list[Instruction]) -> int:
-    """Reads of whole operands, or of the slices that are all a fusion takes of them; writes of
-    results, or of the parts that it updates in place.
-    """
-    by_name = {i.name: i for i in inside}
-    parameters = {
-        int(match[1]): i.name
-        for i in inside
-        if i.opcode == "parameter" and (match := re.search(r" parameter\((\d+)\)", i.text))
-    }
-    total = 0
-    for number, shape in enumerate(operands):
-        if whole := _hbm_bytes(shape):
-            users = list(_users(parameters.get(number, ""), inside))
-            parts = [_part_bytes(user, name) for name, user in users]
-            total += min(whole, sum(whole if part is None else part for part in parts))
-    updated = {
-        _dims_key(i.shape): hlo.num_bytes(by_name[i.operands[at]].shape)
-        for i in inside
-        if (at := _UPDATES.get(i.opcode)) is not None
-    }
-    for shape in _arrays(one.shape):
-        if whole := _hbm_bytes(shape):
-            total += min(whole, updated.get(_dims_key(shape), whole))
-    return total
-
-
-def _users(name: str, inside: list[Instruction]) -> Iterator[tuple[str, Instruction]]:
-    """(the name that it uses, user) of an array, under all names that a bitcast gives it."""
-    for one in inside:
-        if name in one.operands:
-            if one.opcode == "bitcast":
-                yield from _users(one.name, inside)
-            else:
-                yield name, one
-
-
-def _part_bytes(user: Instruction, name: str) -> int | None:
-    """What a user reads of an array: a slice, or nothing where it updates it in place; None is all
-    of it.
-    """
-    if user.opcode in ("dynamic-slice", "slice", "gather") and user.operands[0] == name:
-        return hlo.num_bytes(user.shape)
-    if user.opcode in _UPDATES and user.operands[0] == name:
-        return 0
-    return None
+def _parameter(inside: list[Instruction], number: int) -> str:
+    """The name of a fusion's operand inside of it."""
+    return next(
+        one.name
+        for one in inside
+        if one.opcode == "parameter" and f" parameter({number})" in one.text
+    )
 
 
 def _dims(shape: str) -> list[int]:
     match = _DIMS.search(shape)
     text = match["dims"].replace("<=", "") if match else ""
     return [int(part) for part in text.split(",") if part.strip()]
-
-
-def _dims_key(shape: str) -> tuple[int, ...]:
-    return tuple(_dims(shape))
 
 
 def _arrays(shape: str) -> list[str]:
