@@ -75,6 +75,7 @@ def test_a_report_has_every_key(report: dict[str, Any]):
     assert report["num_chips"] == 1
     assert report["mesh"] == {"data": 1, "fsdp": 1, "tensor": 1}
     assert report["recommended_mesh"].items() >= report["mesh"].items()
+    assert report["num_programs"] == 13 + 5  # the learner's and the engine's
 
 
 def test_a_steps_calls_cover_its_trajectories(report: dict[str, Any]):

@@ -3,9 +3,10 @@
 Of a replica of fsdp x tensor chips, one trajectory after the other: arithmetic is shared by its
 chips; over `fsdp` every layer's weights are gathered for the forward pass, its repetition and the
 backward pass, gradients are scattered once, keys and values gathered and their gradients scattered;
-over `tensor` the residual stream is summed six times a layer. What arithmetic hides of it costs
-nothing. Buffers and temporaries of another mesh follow from those of a compiled one: what lies on
-fsdp and tensor scales with 1 / (fsdp x tensor), what is spread over data too stays as it is.
+over `tensor` the residual stream is summed six times a layer. How much of that arithmetic hides
+depends on the compiler; meshes are ranked as if it hid nothing. Buffers and temporaries of another
+mesh follow from those of a compiled one: what lies on fsdp and tensor scales with 1 / (fsdp x
+tensor), what is spread over data too stays as it is.
 
 Pure; called by `planner`, which compiles one mesh and not all of them.
 """
@@ -64,7 +65,12 @@ class StepShape:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshTime:
-    """A mesh, the groups that can stream on it, and the learner's seconds a step by the model."""
+    """A mesh, the groups that can stream on it, and the learner's seconds a step by the model.
+
+    Attributes:
+      overlapped_s: a trajectory takes the longer of its two times.
+      serial_s: it takes their sum.
+    """
 
     data: int
     fsdp: int
@@ -72,7 +78,8 @@ class MeshTime:
     open_groups: int
     arithmetic_s: float
     links_s: float
-    step_s: float
+    overlapped_s: float
+    serial_s: float
 
 
 def fastest_meshes(
@@ -82,8 +89,8 @@ def fastest_meshes(
     chip: Chip,
     lengths: Sequence[int],
 ) -> list[MeshTime]:
-    """All that the model divides by, best first: those with room for the groups, by time, and then
-    the others, by room.
+    """All that the model divides by, best first: those with room for the groups, by serial time,
+    and then the others, by room.
 
     Args:
       memory: of the compiled mesh, with its largest program.
@@ -102,7 +109,7 @@ def fastest_meshes(
                 continue
             found.append(_mesh_time(shape, memory, compiled_mesh, chip, mesh))
     wanted = shape.num_open_groups
-    return sorted(found, key=lambda m: (-min(m.open_groups, wanted), m.step_s))
+    return sorted(found, key=lambda m: (-min(m.open_groups, wanted), m.serial_s))
 
 
 def _mesh_time(
@@ -124,7 +131,8 @@ def _mesh_time(
         open_groups=mesh.data * groups_that_fit(scaled(memory, scale)),
         arithmetic_s=num_runs * arithmetic_s,
         links_s=num_runs * links_s + update_s,
-        step_s=num_runs * max(arithmetic_s, links_s) + update_s,
+        overlapped_s=num_runs * max(arithmetic_s, links_s) + update_s,
+        serial_s=num_runs * (arithmetic_s + links_s) + update_s,
     )
 
 

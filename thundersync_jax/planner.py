@@ -59,6 +59,13 @@ def plan(
 ) -> dict[str, Any]:
     """The report of one configuration on one topology, as plain values.
 
+    Bytes, FLOPs and seconds are of one chip. `resident_bytes` is what stays on it with as many
+    buffers as are configured; with `open_groups`, as many groups as can stream at a time, where
+    the configuration says -1. `fits` is of all that and the largest program, and of the engine.
+    `step` takes every trajectory as long as it may be; on chips of its own, as many as the learner
+    has, the engine samples all that follows the prompts. `flops_over_model` is what the streaming
+    step computes over a forward and a backward pass, attention included.
+
     Raises:
       TopologyError, MeshError, ConfigError, MemoryPlanError: before anything compiles.
       PlanError: see `compile_program`.
