@@ -73,7 +73,7 @@ LOOPS = """HloModule m, num_partitions=4
 %inner_test (p: (s32[], f32[8,8])) -> pred[] {
   %p = (s32[], f32[8,8]{1,0}) parameter(0)
   %i = s32[] get-tuple-element(%p), index=0
-  %n = s32[] constant(36)
+  %n = s32[] constant(72)
   ROOT %lt = pred[] compare(%i, %n), direction=LT
 }
 
@@ -83,7 +83,9 @@ LOOPS = """HloModule m, num_partitions=4
   %w = f32[8,8]{1,0} get-tuple-element(%p.1), index=1
   %dot = f32[8,8]{1,0} dot(%w, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
   %all-reduce = f32[8,8]{1,0} all-reduce(%dot), BY_PAIRS, to_apply=%add
-  ROOT %t = (s32[], f32[8,8]{1,0}) tuple(%i.1, %all-reduce)
+  %two = s32[] constant(2)
+  %next = s32[] add(%i.1, %two)
+  ROOT %t = (s32[], f32[8,8]{1,0}) tuple(%next, %all-reduce)
 }
 
 %outer_test (p.2: (s32[], f32[8,8], s32[])) -> pred[] {
@@ -115,7 +117,9 @@ ENTRY %main (w.0: f32[8,8], n.0: s32[]) -> (s32[], f32[8,8], s32[]) {
 
 
 def test_what_stands_in_loops_counts_as_often_as_it_runs():
-    """36 layers inside of a loop that an argument bounds: 36 x 5 products and sums over `fsdp`."""
+    """A loop to 72 in steps of 2, inside of one that an argument bounds: 36 x 5 products and sums
+    over `fsdp`.
+    """
     mesh = Mesh(np.array(jax.devices() * 4).reshape(2, 2, 1), ("data", "fsdp", "tensor"))
     found = hlo_cost.cost(LOOPS.replace("BY_PAIRS", BY_PAIRS), mesh, Assumed(trips=5))
     assert found.flops == 36 * 5 * 2 * 8**3

@@ -1,7 +1,7 @@
 """What one call of a compiled program costs a device, read from its HLO text.
 
 XLA's own analysis counts the body of a loop once. Here every computation counts as often as it
-runs: a loop whose condition compares its counter with a constant has that many iterations; one that
+runs: a loop whose condition compares its counter with a constant runs until it is there; one that
 the caller bounds by an argument has `Assumed.trips` where it is outermost and one inside of others;
 of a conditional every branch counts once, so what is read there is a bound from above.
 
@@ -89,6 +89,7 @@ _CALLED = re.compile(
     r"|called_computations)=(?P<names>\{[^}]*\}|%[\w.\-]+)"
 )
 _KNOWN_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_ELEMENT = re.compile(r"index=(\d+)")
 _DIMS = re.compile(r"[a-z]\w*\[(?P<dims>[\d,<= ]*)\]")
 _ARRAY = re.compile(r"[a-z]\w*\[[\d,<= ]*\](?:\{[^{}]*\})?")
 _ON_CHIP = re.compile(r"\{[^{}]*S\([1-9]\)[^{}]*\}")
@@ -133,14 +134,14 @@ class Program:
     def _trips(self, loop: Instruction, computation: str) -> int:
         if known := _KNOWN_TRIPS.search(loop.text):
             return int(known[1])
-        condition = next(name for how, name in _calls(loop) if how == "condition")
-        found = {i.name: i for i in self._computations[condition]}
-        root = next(i for i in found.values() if i.is_root)
-        for name in root.operands:
-            constant = re.search(r" constant\((\d+)\)", found[name].text)
-            if root.opcode == "compare" and constant:
-                return int(constant[1])
-        return self._assumed.trips if computation == self._entry else 1
+        called = dict(_calls(loop))
+        test = {i.name: i for i in self._computations[called["condition"]]}
+        root = next(i for i in test.values() if i.is_root)
+        limits = [limit for name in root.operands if (limit := _constant(test[name])) is not None]
+        if root.opcode != "compare" or not limits:
+            return self._assumed.trips if computation == self._entry else 1
+        at = next(m for name in root.operands if (m := _ELEMENT.search(test[name].attributes)))
+        return -(-limits[0] // _step(self._computations[called["body"]], int(at[1])))
 
     def instructions(self) -> Iterator[tuple[str, Instruction, dict[str, Instruction]]]:
         """(computation, instruction, its computation by name) of all that run."""
@@ -285,6 +286,25 @@ def _closing(text: str, begin: int) -> int:
         if depth == 0:
             return begin + match.start()
     return len(text)
+
+
+def _constant(one: Instruction) -> int | None:
+    match = re.search(r" constant\((\d+)\)", one.text)
+    return int(match[1]) if match else None
+
+
+def _step(body: list[Instruction], at: int) -> int:
+    """What an iteration adds to element `at` of its loop's tuple: 2 where the loop was unrolled."""
+    by_name = {one.name: one for one in body}
+    root = next(one for one in body if one.is_root)
+    one, total = by_name[root.operands[at]], 0
+    while one.opcode in ("add", "copy", "bitcast"):
+        names = [name for name in one.operands if _constant(by_name[name]) is None]
+        total += sum(_constant(by_name[name]) or 0 for name in one.operands)
+        if len(names) != 1:
+            break
+        one = by_name[names[0]]
+    return total or 1
 
 
 @functools.cache
