@@ -204,3 +204,15 @@ def test_an_8b_model_fits_a_pod_with_many_open_groups(rank: int, num_groups: int
     assert found["num_chips"] == 256
     assert found["fits"] and found["open_groups"] >= num_groups
     assert (found["prompt_tokens"], found["trajectory_tokens"]) == (2048, 8192)
+    if not rank:  # the model that ranks meshes, of two trajectories on the one that was compiled
+        shape = StepShape(
+            model=preset("qwen3_8b"),
+            num_trajectories=1,
+            tokens=8192,
+            prompt_tokens=2048,
+            num_open_groups=1,
+        )
+        modelled = 2 * link_bytes(shape, MeshShape(**found["mesh"]))
+        compiled = found["programs"]["streaming_step"]["link_bytes"]
+        assert compiled == pytest.approx(modelled, rel=0.1)
+        assert 8 / 6 < found["flops_over_model"] < 11 / 6
