@@ -4,7 +4,7 @@
     python -m thundersync_jax.plan --config=configs/qwen3_8b.py --topology=v6e:8x8 \
         --config.learner.mesh="(4, 8, 2)"
     python -m thundersync_jax.plan --config=configs/qwen3_8b.py --topology=v5e:16x16 \
-        --config.model.lora.rank=32
+        --config.model.lora.rank=16
 
 Prompts of 2,048 tokens, trajectories of 8,192. To train, give --config.chat.tokenizer=DIR, the
 model's directory; the environment is that of the quickstart.

@@ -180,7 +180,9 @@ def test_bytes_are_those_in_hbm_and_of_slices_their_parts():
 )
 def test_a_ring_of_four_receives_what_it_lacks(kind: hlo.Kind, num_bytes: int):
     collective = hlo.Collective(kind=kind, name="c", replica_groups=((0, 1, 2, 3),), bytes=100)
-    assert hlo_cost.received_bytes(collective) == num_bytes
+    assert hlo_cost.received_bytes(collective, 8) == num_bytes
+    of_all = hlo.Collective(kind=kind, name="c", bytes=100)  # one group of all devices
+    assert hlo_cost.received_bytes(of_all, 4) == num_bytes
 
 
 def test_a_linear_stack_has_6_n_t():

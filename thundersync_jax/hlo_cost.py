@@ -138,7 +138,7 @@ class Program:
         test = {i.name: i for i in self._computations[called["condition"]]}
         root = next(i for i in test.values() if i.is_root)
         limits = [limit for name in root.operands if (limit := _constant(test[name])) is not None]
-        if root.opcode != "compare" or not limits:
+        if "direction=LT" not in root.attributes or not limits:
             return self._assumed.trips if computation == self._entry else 1
         at = next(m for name in root.operands if (m := _ELEMENT.search(test[name].attributes)))
         return -(-limits[0] // _step(self._computations[called["body"]], int(at[1])))
@@ -228,12 +228,12 @@ def cost(text: str, mesh: Mesh, assumed: Assumed) -> Cost:
     """Of a program compiled for `mesh`."""
     program = Program(text, assumed)
     collectives = [c for c in hlo.collectives(text) if program.runs[c.computation]]
-    received = {c.name: program.runs[c.computation] * received_bytes(c) for c in collectives}
+    runs = {c.name: program.runs[c.computation] for c in collectives}
+    received = {c.name: runs[c.name] * received_bytes(c, mesh.size) for c in collectives}
 
     def along(axis: str) -> tuple[int, int]:
         crossed = hlo.crossing(collectives, mesh, axis)
-        count = sum(program.runs[c.computation] for c in crossed)
-        return count, sum(received[c.name] for c in crossed)
+        return sum(runs[c.name] for c in crossed), sum(received[c.name] for c in crossed)
 
     return Cost(
         flops=program.flops(),
@@ -243,12 +243,12 @@ def cost(text: str, mesh: Mesh, assumed: Assumed) -> Cost:
     )
 
 
-def received_bytes(collective: hlo.Collective) -> int:
+def received_bytes(collective: hlo.Collective, num_devices: int) -> int:
     """Bytes that a device of a ring receives, at least."""
     if collective.kind == Kind.COLLECTIVE_PERMUTE:
         return collective.bytes
     groups = collective.replica_groups
-    size = max((len(group) for group in groups), default=1) if groups else 1
+    size = num_devices if groups is None else max(map(len, groups), default=1)
     others = {
         Kind.ALL_REDUCE: 2 * (size - 1) / size,
         Kind.REDUCE_SCATTER: size - 1,

@@ -4,11 +4,10 @@ Of a replica of fsdp x tensor chips, one trajectory after the other: arithmetic 
 chips; over `fsdp` every layer's weights are gathered for the forward pass, its repetition and the
 backward pass, gradients are scattered once, keys and values gathered and their gradients scattered;
 over `tensor` the residual stream is summed six times a layer. How much of that arithmetic hides
-depends on the compiler; meshes are ranked as if it hid nothing. Buffers and temporaries of another
-mesh follow from those of a compiled one: what lies on fsdp and tensor scales with 1 / (fsdp x
-tensor), what is spread over data too stays as it is.
+depends on the compiler; meshes are ranked as if it hid nothing. What a program needs besides its
+arguments shrinks with the chips of a replica.
 
-Pure; called by `planner`, which compiles one mesh and not all of them.
+Called by `planner`, which compiles one mesh and not all of them.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from thundersync_jax.learner.memory import MemoryPlan, Sizes
 from thundersync_jax.model.presets import TransformerConfig
@@ -88,14 +87,18 @@ def fastest_meshes(
     compiled_mesh: Mapping[str, int],
     chip: Chip,
     lengths: Sequence[int],
+    sizes_on: Callable[[MeshShape], Sizes],
 ) -> list[MeshTime]:
     """All that the model divides by, best first: those with room for the groups, by serial time,
     and then the others, by room.
 
     Args:
       memory: of the compiled mesh, with its largest program.
+      lengths: padded ones, which fsdp must divide.
+      sizes_on: what a learner keeps on another mesh.
     """
     num_chips = math.prod(compiled_mesh.values())
+    num_compiled = compiled_mesh["fsdp"] * compiled_mesh["tensor"]
     divisors = [n for n in range(1, num_chips + 1) if num_chips % n == 0]
     found = []
     for fsdp in divisors:
@@ -107,28 +110,26 @@ def fastest_meshes(
                 check_mesh(mesh, shape.model, lengths, num_devices=num_chips)
             except MeshError:
                 continue
-            found.append(_mesh_time(shape, memory, compiled_mesh, chip, mesh))
+            other = dataclasses.replace(
+                memory,
+                sizes=sizes_on(mesh),
+                program_bytes=memory.program_bytes * num_compiled // (fsdp * tensor),
+            )
+            found.append(_mesh_time(shape, other, chip, mesh))
     wanted = shape.num_open_groups
     return sorted(found, key=lambda m: (-min(m.open_groups, wanted), m.serial_s))
 
 
-def _mesh_time(
-    shape: StepShape,
-    memory: MemoryPlan,
-    compiled_mesh: Mapping[str, int],
-    chip: Chip,
-    mesh: MeshShape,
-) -> MeshTime:
+def _mesh_time(shape: StepShape, memory: MemoryPlan, chip: Chip, mesh: MeshShape) -> MeshTime:
     replica = mesh.fsdp * mesh.tensor
     arithmetic_s = shape.flops / replica / chip.flops_per_s
     links_s = link_bytes(shape, mesh) / chip.ring_bytes_per_s
     num_runs = -(-shape.num_trajectories // mesh.data)
     sums = _F32 * num_trained(shape.model) / replica
     update_s = 2 * sums * (mesh.data - 1) / mesh.data / chip.ring_bytes_per_s
-    scale = compiled_mesh["fsdp"] * compiled_mesh["tensor"] / replica
     return MeshTime(
         **dataclasses.asdict(mesh),
-        open_groups=mesh.data * groups_that_fit(scaled(memory, scale)),
+        open_groups=mesh.data * groups_that_fit(memory),
         arithmetic_s=num_runs * arithmetic_s,
         links_s=num_runs * links_s + update_s,
         overlapped_s=num_runs * max(arithmetic_s, links_s) + update_s,
@@ -153,18 +154,6 @@ def num_trained(model: TransformerConfig) -> int:
     if model.lora is None:
         return num_parameters(model)
     return num_parameters(model) - num_parameters(dataclasses.replace(model, lora=None))
-
-
-def scaled(memory: MemoryPlan, scale: float) -> MemoryPlan:
-    """The plan of a mesh whose replicas have 1 / scale times as many chips."""
-    sizes: Sizes = memory.sizes
-    parts = ("accumulator_bytes", "held_bytes", "slot_bytes", "frozen_bytes")
-    grown = {part: int(scale * getattr(sizes, part)) for part in parts}
-    return dataclasses.replace(
-        memory,
-        sizes=dataclasses.replace(sizes, **grown),
-        program_bytes=int(scale * memory.program_bytes),
-    )
 
 
 def groups_that_fit(memory: MemoryPlan) -> int:

@@ -23,14 +23,13 @@ from thundersync_jax.config import RunConfig
 from thundersync_jax.config_learner import LearnerSection
 from thundersync_jax.errors import check
 from thundersync_jax.hlo_cost import Assumed
-from thundersync_jax.learner.memory import MAX_GROUPS, MemoryPlan, Room, check_fits, sizes_of
+from thundersync_jax.learner.memory import MAX_GROUPS, MemoryPlan, Room, Sizes, check_fits, sizes_of
 from thundersync_jax.learner.optimizer import make_optimizer
 from thundersync_jax.learner.program_names import (
     Fold,
     Name,
     PromptBackward,
     PromptForward,
-    Shapes,
     Whole,
     program_names,
     shapes_of,
@@ -81,7 +80,8 @@ def plan(
     shape = _step_shape(config, model)
     num_engines = max(1, len(devices) // engine.mesh.size)
     memory = learner.memory
-    meshes = fastest_meshes(shape, memory, dict(mesh.shape), chip, _lengths(config.learner))
+    lengths = _lengths(config.learner)
+    meshes = fastest_meshes(shape, memory, dict(mesh.shape), chip, lengths, learner.sizes)
     programs = learner.programs | engine.programs
     tokens = learner.tokens_per_call
     flops = len(devices) * learner.programs["streaming_step"].flops
@@ -132,17 +132,26 @@ class LearnerPlan:
             temperature=config.sampling.temperature,
             logprob_chunk=config.model.logprob_chunk,
         )
-        parts = (settings, make_optimizer(config.optimizer), mesh)
-        self._make: Callable[[Shapes], Programs] = functools.partial(Programs, *parts)
-        if config.learner.has_turns:
-            self._make = functools.partial(TurnPrograms, *parts, held_caches(config.learner))
+        self._parts = (settings, make_optimizer(config.optimizer))
         room = Room(device_bytes=chip.hbm_bytes, host_bytes=2**62)
         first = with_groups(config.learner, 1)
-        made = self._make(shapes_of(first))
-        sizes = sizes_of(made.placement, made.caches, made.host_caches)
-        self.memory = MemoryPlan(config=first, sizes=sizes, room=room)
+        self.memory = MemoryPlan(config=first, sizes=self._sizes(mesh), room=room)
         check_fits(self.memory)
         self.programs: dict[str, ProgramPlan] = {}
+
+    def sizes(self, shape: MeshShape) -> Sizes:
+        """What stays on a device of another mesh of the same devices."""
+        return self._sizes(make_mesh(shape, list(self._mesh.devices.flat)))
+
+    def _sizes(self, mesh: Mesh) -> Sizes:
+        made = self._make(mesh, with_groups(self._config.learner, 1))
+        return sizes_of(made.placement, made.caches, made.host_caches)
+
+    def _make(self, mesh: Mesh, section: LearnerSection) -> Programs:
+        shapes = shapes_of(section)
+        if section.has_turns:
+            return TurnPrograms(*self._parts, mesh, held_caches(section), shapes)
+        return Programs(*self._parts, mesh, shapes)
 
     def compile(self, announce: Callable[[str], None]) -> None:
         """Compiles what a step needs; sizes the buffers by the largest program."""
@@ -150,7 +159,7 @@ class LearnerPlan:
         half = dataclasses.replace(self.memory.room, device_bytes=self._chip.hbm_bytes // 2)
         tight = dataclasses.replace(self.memory, room=half)
         section = with_groups(self._config.learner, min(MAX_GROUPS, max(1, groups_that_fit(tight))))
-        made = self._make(shapes_of(section))
+        made = self._make(self._mesh, section)
         bucket, prompt = section.buckets[-1], max(section.prompt_buckets, default=0)
         names = self._names(made)
         trips = made.lanes_per_call(bucket)
