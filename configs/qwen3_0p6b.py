@@ -2,8 +2,8 @@
 
     python -m thundersync_jax.plan --config=configs/qwen3_0p6b.py --topology=v5e:2x4
 
-Prompts of 1,024 tokens, trajectories of 4,096. To train, give --config.chat.tokenizer=DIR, the
-model's directory; the environment is that of the quickstart.
+Prompts of 1,024 tokens, trajectories of 4,096. To train, give
+--config.model.checkpoint=DIR --config.model.preset="": the model's directory.
 """
 
 from ml_collections import ConfigDict

@@ -2,8 +2,8 @@
 
     python -m thundersync_jax.plan --config=configs/qwen3_32b.py --topology=v5p:4x4x4
 
-Prompts of 2,048 tokens, trajectories of 8,192. To train, give --config.chat.tokenizer=DIR, the
-model's directory; the environment is that of the quickstart.
+Prompts of 2,048 tokens, trajectories of 8,192. To train, give
+--config.model.checkpoint=DIR --config.model.preset="": the model's directory.
 """
 
 from ml_collections import ConfigDict

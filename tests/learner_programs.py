@@ -36,7 +36,7 @@ from thundersync_jax.model.lora import with_adapters
 from thundersync_jax.model.presets import TransformerConfig, preset
 from thundersync_jax.sharding import MeshShape, make_mesh
 
-NUM_HELD, NUM_GROUPS = 1, 32
+NUM_HELD, NUM_GROUPS, NUM_ADAPTED_GROUPS = 1, 32, 512
 TOKENS_PER_STEP = 16384
 
 
@@ -51,9 +51,11 @@ def model_of(name: str) -> TransformerConfig:
     return with_adapters(model, LoraSection(rank=int(rank or 0)))
 
 
-def num_pairs(num_replicas: int) -> int:
-    """Of a replica, for NUM_GROUPS on all of them; two where there are few."""
-    return NUM_GROUPS // num_replicas if num_replicas > 2 else 2
+def num_pairs(num_replicas: int, num_groups: int = NUM_GROUPS) -> int:
+    """Of a replica, for so many groups on all of them; two where there are few. A call reaches
+    those of NUM_GROUPS.
+    """
+    return num_groups // num_replicas if num_replicas > 2 else 2
 
 
 def donated_bytes(place: Placement, bucket: int, prefix: int) -> dict[Name, int]:
@@ -73,10 +75,10 @@ def donated_bytes(place: Placement, bucket: int, prefix: int) -> dict[Name, int]
     }
 
 
-def resident_bytes(place: Placement) -> int:
+def resident_bytes(place: Placement, num_groups: int) -> int:
     """What the learner keeps on a device all the time."""
     master = () if place.is_master_shared else place.master
-    sums = (1 + 2 * num_pairs(place.num_replicas)) * device_bytes(place.accumulator)
+    sums = (1 + 2 * num_pairs(place.num_replicas, num_groups)) * device_bytes(place.accumulator)
     sums += NUM_HELD * device_bytes(place.held)
     return sums + device_bytes((place.params, master, place.opt_state, place.slots))
 
@@ -104,18 +106,19 @@ def reports(
     titles: list[str],
 ) -> dict[str, Any]:
     mesh, model = make_mesh(shape, devices), model_of(name)
+    num_groups = NUM_ADAPTED_GROUPS if model.lora else NUM_GROUPS
     shapes = Shapes(
         lanes_per_call=lambda bucket: max(1, TOKENS_PER_STEP // bucket),
         num_pairs=num_pairs(shape.data),
         num_held=NUM_HELD,
-        num_slots=num_pairs(shape.data) + NUM_HELD,
+        num_slots=num_pairs(shape.data, num_groups) + NUM_HELD,
         slot_length=prefix,
         reduction=reduction,
     )
     programs = Programs(
         ScoreSettings(model=model), make_optimizer(OptimizerSection()), mesh, shapes
     )
-    resident = resident_bytes(programs.placement)
+    resident = resident_bytes(programs.placement, num_groups)
     found = {}
     for program, num_bytes in donated_bytes(programs.placement, bucket, prefix).items():
         if titles and title(program) not in titles:

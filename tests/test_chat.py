@@ -439,6 +439,10 @@ def test_a_suite_without_tools_or_messages_says_its_instruction(tmp_path: Path):
         ("\n{{ raise_exception('no thanks') }}", "line 2: TemplateError: no thanks"),
         ("{{ messages.__class__.__mro__ }}", "line 1: SecurityError: .*unsafe"),
         ("{% for m in messages %}{{ m.role }}{% endfor %}", "does not show what the assistant"),
+        (
+            TEMPLATES["gemma"],
+            r"ends what the assistant says with '<end_of_turn>.* no special token",
+        ),
     ],
 )
 def test_a_template_that_cannot_render_is_refused_with_its_line(

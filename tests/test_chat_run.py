@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from chat_models import write_tokenizer
 
 from thundersync_jax.metrics import read_jsonl
@@ -21,7 +22,15 @@ def command(main: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(line, capture_output=True, text=True, timeout=250, cwd=TESTS)
 
 
-def train(workdir: Path, *arguments: str) -> list[dict[str, Any]]:
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Compiled ones, shared by the runs."""
+    return tmp_path_factory.mktemp("programs")
+
+
+def train(workdir: Path, programs: Path, *arguments: str) -> list[dict[str, Any]]:
+    workdir.mkdir()
+    (workdir / "compile_cache").symlink_to(programs)
     config = f"--config={TESTS / 'chat_run.py'}"
     done = command("train", config, f"--workdir={workdir}", *arguments)
     assert done.returncode == 0, done.stderr
@@ -32,7 +41,9 @@ def lines_of(workdir: Path, step: int) -> list[dict[str, Any]]:
     return read_jsonl(workdir / "trajectories" / f"step_{step:06d}.jsonl")
 
 
-def test_segments_are_trained_as_they_were_sampled_and_the_policy_is_exported(tmp_path: Path):
+def test_segments_are_trained_as_they_were_sampled_and_the_policy_is_exported(
+    programs: Path, tmp_path: Path
+):
     """Qwen3's template without thinking drops its empty block from every earlier turn: a segment a
     turn. The learner's log-probabilities of all of them are the sampler's.
     """
@@ -40,9 +51,8 @@ def test_segments_are_trained_as_they_were_sampled_and_the_policy_is_exported(tm
     arguments = (
         f"--config.chat.tokenizer={directory}",
         "--config.chat.template_options.enable_thinking=False",
-        "--config.learner.prompt_buckets=(48,)",
     )
-    for line in train(workdir, *arguments):
+    for line in train(workdir, programs, *arguments):
         trajectories = lines_of(workdir, line["step"])
         num_later_turns = [len(trajectory["turns"]) - 1 for trajectory in trajectories]
         assert [len(t["segment_starts"]) for t in trajectories] == num_later_turns
@@ -60,18 +70,12 @@ def test_segments_are_trained_as_they_were_sampled_and_the_policy_is_exported(tm
     assert sizes["vocab_size"] == original.tokenizer.vocab_size
 
 
-def test_history_that_is_kept_is_one_segment(tmp_path: Path):
-    """With turns streamed besides, which know trajectories of one segment only."""
+def test_history_that_is_kept_is_one_segment(programs: Path, tmp_path: Path):
     directory, workdir = write_tokenizer(tmp_path / "llama3", "llama3"), tmp_path / "run"
-    (line,) = train(
-        workdir,
-        f"--config.chat.tokenizer={directory}",
-        "--config.run.num_steps=1",
-        "--config.learner.stream_turns=idle",
-    )
-    assert line["num_failed"] == line["num_rewrites"] == 0
-    assert line["logprob_gap_max"] <= 1e-5
-    for trajectory in lines_of(workdir, 0):
+    for line in train(workdir, programs, f"--config.chat.tokenizer={directory}"):
+        assert line["num_failed"] == line["num_rewrites"] == line["malformed_calls"] == 0
+        assert line["logprob_gap_max"] <= 1e-5
+    for trajectory in lines_of(workdir, 1):
         turns = trajectory["turns"]
         assert len(turns) == 3
         assert sum(trajectory["action_mask"]) == sum(turn["num_action_tokens"] for turn in turns)
@@ -92,6 +96,6 @@ def test_a_model_with_fewer_tokens_than_its_tokenizer_is_refused(tmp_path: Path)
 
 
 def test_a_template_that_cannot_render_a_task_is_refused_before_anything_starts(tmp_path: Path):
-    template = "{{ messages[1].content }}"
+    template = "{{ messages[1].content + '<|im_end|>' }}"
     said = refusal(write_tokenizer(tmp_path / "qwen3", "qwen3", template=template))
-    assert "chat_template.jinja" in said
+    assert "the prompt of task 'train 0':" in said and "chat_template.jinja, line 1:" in said

@@ -86,6 +86,10 @@ def test_options_of_a_users_function_are_free():
         ({"optimizer__schedule": "cosine"}, "optimizer.decay_steps = 0: expected more than"),
         ({"env__factory": "module"}, "expected 'package.module:function'"),
         (
+            {"chat__history": "append"},
+            "the default 'template' without a tokenizer.* Set chat.token",
+        ),
+        (
             {"opd__prefix_buckets": (8, 62)},
             r"\(8, 62\): expected a last length from 63, .* to 64",
         ),
@@ -125,7 +129,7 @@ def test_resume_allows_marked_keys_only():
     other = resolve(changed(run__seed=1, run__num_steps=5, serving__num_slots=2))
     assert resume_differences(saved, other) == ["run.seed: 0 -> 1"]
     del saved["model"]["preset"]
-    assert resume_differences(saved, RunConfig()) == ["model.preset: '(absent)' -> 'tiny'"]
+    assert resume_differences(saved, RunConfig()) == ["model.preset: '(absent)' -> ''"]
 
 
 def test_layers_without_jax_start_without_it():

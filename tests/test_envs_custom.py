@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import types
 from pathlib import Path
 
+import pytest
 from sandbox_cases import pool
 
-from thundersync_jax.config import resolve
+from thundersync_jax.config import RunConfig, resolve
 from thundersync_jax.envs.base import Action, Attempt
-from thundersync_jax.trajectory import TrajectoryKey
+from thundersync_jax.errors import ConfigError
+from thundersync_jax.runtime import check_prompt, load_split
+from thundersync_jax.trajectory import Task, TrajectoryKey
+from thundersync_jax.workdir import WorkDirectory
 
 ROOT = Path(__file__).parents[1]
 
@@ -42,3 +47,12 @@ def test_the_example_plays_and_grades(monkeypatch):
             assert sandboxes.owners == ()
 
     asyncio.run(body())
+
+
+def test_tasks_and_prompts_that_are_none_are_refused(tmp_path):
+    suite = types.SimpleNamespace(tasks=lambda split: [{"task_id": "t"}])
+    with pytest.raises(ConfigError, match=r"tasks\('train'\) .* has {'task_id': 't'}: expected"):
+        load_split(RunConfig(), suite, WorkDirectory(tmp_path), "train")
+    renderer = types.SimpleNamespace(prompt_ids=lambda task: None + 1)
+    with pytest.raises(ConfigError, match=r"the prompt of task 't': TypeError.* mend the suite"):
+        check_prompt(Task(task_id="t", instruction=""), renderer, max_context=8)

@@ -156,6 +156,9 @@ def test_a_work_directory_resumes_its_own_configuration_only(tmp_path: Path):
         workdir.open(other)
     assert workdir.config.read_bytes() == before
     assert json.loads(before)["versions"] == versions()
+    workdir.check_tokenizer("0")
+    with pytest.raises(ConfigError, match=r"a tokenizer of fingerprint 0, and .* now has 1"):
+        workdir.check_tokenizer("1")
     workdir.config.write_text("{")
     with pytest.raises(ConfigError, match=r"config.json cannot be read"):
         workdir.open(RunConfig())

@@ -23,6 +23,7 @@ from thundersync_jax.model.transformer import init_params
 from thundersync_jax.rollout import renderer
 from thundersync_jax.rollout.chat import word_tokenizer
 from thundersync_jax.runtime import build
+from thundersync_jax.saved_policy import Start
 from thundersync_jax.serving.memory import device_bytes
 from thundersync_jax.trajectory_log import step_path
 from thundersync_jax.workdir import WorkDirectory
@@ -78,7 +79,9 @@ def test_a_run_needs_none_by_default(tmp_path: Path):
 
 def test_the_initial_policy_is_that_of_the_seed(tmp_path: Path):
     found = find(configured(reference_policy="initial", run_seed=3, options=KL), tmp_path)
-    assert found == FrozenPolicy(key="reference.policy", model=MODEL, source=None, seed=3)
+    assert found == FrozenPolicy(
+        key="reference.policy", model=MODEL, source=None, start=Start(seed=3)
+    )
     for got, want in zip(
         *map(jax.tree.leaves, (load_weights(found), init_params(MODEL, 3))), strict=True
     ):
@@ -168,7 +171,7 @@ def test_the_memory_plan_has_room_for_the_second_model(monkeypatch: pytest.Monke
     config = resolve(configured(reference_policy="initial", options=KL))
     mesh = runtime.make_learner_mesh(config, MODEL)
     for scored_by in (None, MODEL):
-        runtime._make_programs(config, MODEL, scored_by, mesh)
+        runtime._make_programs(config, MODEL, scored_by, mesh, init_params(MODEL, 0))
     parts = device_bytes(MODEL, config.serving, config.model.max_context)
     assert reserved[1] - reserved[0] == parts["weights"] + parts["slots"] > 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import json
 from pathlib import Path
@@ -15,9 +16,10 @@ from hypothesis import given, settings
 from model_reference import random_params
 from safetensors.numpy import load_file, save_file
 
+from thundersync_jax.model import import_hf, safetensors_file
 from thundersync_jax.model.export_hf import export_hugging_face
-from thundersync_jax.model.families import read_config, tensors, write_config
-from thundersync_jax.model.import_hf import HuggingFaceDirectory, at_path
+from thundersync_jax.model.families import read_config, write_config
+from thundersync_jax.model.import_hf import HuggingFaceDirectory, at_path, parameters
 from thundersync_jax.model.presets import (
     PRESETS,
     LinearRopeScaling,
@@ -80,22 +82,27 @@ def test_what_is_written_is_read_again(config: TransformerConfig, dtype: str, tm
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)
 def test_any_piece_is_that_piece_of_the_whole(data: st.DataObject, tmp_path_factory: Any):
-    """What a device of a mesh holds; heads are never cut, as on every mesh."""
+    """What a device of a mesh holds."""
     config = data.draw(st.sampled_from(list(MODELS.values())))
     root = tmp_path_factory.mktemp("model")
     params = random_params(config, 1)
     export_hugging_face(config, params, root, dtype="float32")
-    tensor = data.draw(st.sampled_from(tensors(config)))
-    whole = np.asarray(at_path(params, tensor.path))
+    parameter = data.draw(st.sampled_from(parameters(config)))
+    whole = np.asarray(at_path(params, parameter.tensor.path))
     index = []
     for size in whole.shape:
         start = data.draw(st.integers(0, size - 1))
         index.append(slice(start, data.draw(st.integers(start + 1, size))))
-    if "head_dim" in tensor.dims[-1] or any("head_dim" in group for group in tensor.dims):
-        at = next(at for at, size in reversed(list(enumerate(whole.shape))) if size == 6)
-        index[at] = slice(None)
-    with HuggingFaceDirectory(root) as directory:
-        piece = directory.reader(config, tensor)(tuple(index))
+    strip_bytes = data.draw(st.sampled_from([1, 200, 2**20]))
+    least_bytes = data.draw(st.sampled_from([1, 2**20]))
+    with (
+        HuggingFaceDirectory(root) as directory,
+        concurrent.futures.ThreadPoolExecutor(2) as threads,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr(import_hf, "_STRIP_BYTES", strip_bytes)
+        patch.setattr(safetensors_file, "_LEAST_BYTES", least_bytes)
+        piece = directory.read(parameter, tuple(index), threads=threads)
     assert np.array_equal(piece, whole[tuple(index)])
 
 

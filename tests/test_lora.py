@@ -323,6 +323,11 @@ def test_targets_that_match_nothing_are_refused_with_what_exists(changes: dict, 
         adapted(section=LoraSection(rank=1, **changes))
 
 
+def test_a_rank_beyond_every_kernels_is_refused():
+    with pytest.raises(ModelError, match=r"rank = 100000: expected at most \d+, the model's width"):
+        adapted(section=LoraSection(rank=100000))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -330,6 +335,7 @@ def test_targets_that_match_nothing_are_refused_with_what_exists(changes: dict, 
         ({"alpha": 0.0}, r"model.lora.alpha = 0.0: expected a finite number above 0"),
         ({"targets": ()}, r"model.lora.targets = \(\): expected at least one"),
         ({"targets": ("up", "up")}, "each once"),
+        ({"alpha": 16.0}, r"alpha = 16.0: expected the default 32.0 with model.lora.rank = 0"),
     ],
 )
 def test_sections_that_cannot_be_are_refused(changes: dict, message: str):

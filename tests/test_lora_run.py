@@ -35,7 +35,8 @@ def test_a_run_with_adapters_resumes_and_is_exported(dtype: str, tmp_path: Path)
     ]
     run("train", *options, "--config.run.num_steps=3")
     assert "resumed from the checkpoint of step 3" in run("train", *options).stdout
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
+    text = (tmp_path / "run" / "metrics.jsonl").read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
     assert [line["step"] for line in lines] == list(range(6))
     most = {"float32": 1e-5, "bfloat16": 0.05}[dtype]
     assert max(line["logprob_gap_max"] for line in lines) < most

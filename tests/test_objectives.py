@@ -336,12 +336,15 @@ REFUSED = {
         "is nan: expected a f",
     ),
     "groups kept as an array": ({"keeps_group": lambda r: r > 0}, "keeps_group.*expected True or"),
-    "a normalizer by name": ({"normalizer": "token_mean"}, "'token_mean', expected a Normalizer"),
+    "a normalizer by name": (
+        {"normalizer": "token_mean"},
+        "'token_mean', expected a value of type Normalizer",
+    ),
     "a kind by name": (
         {"normalizer": Normalizer(kind="sum")},
-        "kind = 'sum', expected a Kind: one",
+        "kind = 'sum', expected a value of type Kind: one",
     ),
-    "a term by name": ({"terms": ("kl",)}, "terms = 'kl', expected a Term"),
+    "a term by name": ({"terms": ("kl",)}, "terms = 'kl', expected a value of type Term"),
     "not finite at 0": ({"score": lambda t: jnp.sqrt(t.logprobs)}, "gradient .* is not finite"),
     "reads its lane": (
         {"score": lambda t: jnp.exp(t.logprobs.sum() / t.action_mask.sum()) * t.action_mask},
@@ -380,6 +383,30 @@ REFUSED = {
         },
         "shares a lane",
     ),
+    "a normalizer of no length": (
+        {"normalizer": Normalizer(kind=Kind.CONSTANT, length=0)},
+        "length = 0: expected a number of tokens, at least 1",
+    ),
+    "a length below 0": (
+        {"normalizer": Normalizer(kind=Kind.CONSTANT, length=-5)},
+        "length = -5: expected a number of tokens",
+    ),
+    "a length that is no integer": (
+        {"normalizer": Normalizer(kind=Kind.CONSTANT, length=math.nan)},
+        "normalizer.length = nan, expected a value of type int",
+    ),
+    "an infinite coefficient": (
+        {"terms": (Term(name="k", value=lambda t: t.logprobs, coefficient=math.inf),)},
+        "k: coefficient = inf: expected a finite number",
+    ),
+    "a coefficient that is a text": (
+        {"terms": (Term(name="k", value=lambda t: t.logprobs, coefficient="1.0"),)},
+        "k: coefficient = '1.0', expected a value of type Real",
+    ),
+    "advantages in float32": (
+        {"advantages": lambda r: (r - r.mean()).astype(np.float32)},
+        "are float32, whose rounding hides .* compute them in float64",
+    ),
     "advantages of another length": (
         {"advantages": lambda r: r[:-1]},
         "expected one finite number each",
@@ -399,7 +426,7 @@ REFUSED = {
     ),
     "another type": (
         {"streams": "trajectory"},
-        "streams = 'trajectory', expected a Streams: one of",
+        "streams = 'trajectory', expected a value of type Streams: one of",
     ),
 }
 

@@ -106,3 +106,15 @@ def test_an_8b_model_fits_a_pod_of_16_gb_chips(bucket: int):
     found = compiled(topology.environment(), *arguments)
     check(found)
     check_on_tpu(found, "qwen3_8b")
+
+
+@needs_libtpu
+@pytest.mark.slow
+@pytest.mark.timeout(1600)
+def test_512_groups_of_an_8b_model_with_adapters_fit_it_too():
+    """qwen3_8b with adapters of rank 16, as above, for 512 groups instead of 32."""
+    arguments = ("qwen3_8b+16", "ordered", "8192", "2048", "8", "16", "2", "v5e:16x16")
+    found = compiled(topology.environment(), *arguments)
+    check(found)
+    assert max(report["total_bytes"] for report in found.values()) < V5E_BYTES
+    assert not found["Fold"]["has_logits"]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
+from typing import Any
 
 import jax
 import learner_cases as lc
@@ -14,9 +16,14 @@ from thundersync_jax.config_learner import LearnerSection
 from thundersync_jax.learner.buckets import LaneItem, make_example, pad_lanes
 from thundersync_jax.learner.score import ScoreSettings, score
 from thundersync_jax.losses.objectives import grpo
+from thundersync_jax.model.presets import TransformerConfig
 from thundersync_jax.trajectory import TrajectoryBuilder, TrajectoryError, TrajectoryTokens
 
 PROMPT = np.asarray([3, 1, 4, 1, 5], np.int32)
+
+
+def small(dtype: str = "float32") -> TransformerConfig:
+    return dataclasses.replace(lc.tiny(dtype), num_layers=1)
 
 
 def segmented(rng: np.random.Generator, num_segments: int) -> TrajectoryTokens:
@@ -42,15 +49,20 @@ def segments_of(tokens: TrajectoryTokens) -> list[TrajectoryTokens]:
     ]
 
 
-def gradient_of(tokens: TrajectoryTokens) -> tuple[np.ndarray, ...]:
-    """Of the summed log-probability of its action tokens, in float64."""
-    settings = ScoreSettings(model=lc.tiny("float64"))
-    example = make_example(PROMPT, tokens, grpo())
-    lanes = pad_lanes([[LaneItem(examples=(example,))]], 1, 64, np.float64)
+@functools.cache
+def gradient_program(settings: ScoreSettings) -> Any:
+    """Of the summed log-probability of a lane's action tokens."""
+    return jax.jit(jax.grad(lambda params, lane: score(settings, params, None, lane)[0][0]))
+
+
+def gradient_of(tokens: TrajectoryTokens) -> list[np.ndarray]:
+    settings = ScoreSettings(model=small("float64"))
+    lanes = pad_lanes(
+        [[LaneItem(examples=(make_example(PROMPT, tokens, grpo()),))]], 1, 64, np.float64
+    )
     lane = jax.tree.map(lambda x: x[0, 0], lanes.replace(num_lanes=None))
     params = lc.init_params(settings.model, 0)
-    grads = jax.jit(jax.grad(lambda p: score(settings, p, None, lane)[0][0]))(params)
-    return tuple(jax.tree.leaves(grads))
+    return jax.tree.leaves(gradient_program(settings)(params, lane))
 
 
 def test_the_gradient_is_the_sum_of_those_of_the_segments_alone():
@@ -73,28 +85,27 @@ def test_inputs_of_every_segment_are_the_prompt_and_its_own_tokens():
         assert np.count_nonzero(example.weights[begin:end]) == segment.num_action_tokens
 
 
-@pytest.mark.parametrize("is_shared", [False, True])
-def test_streamed_segments_give_the_gradient_of_the_batch(is_shared: bool):
-    """In any order of arrival, beside trajectories of one segment; the prompt shared or not."""
-    sharing = {"prompt_buckets": (8,), "prompt_slots": 4, "min_shared_tokens": 2}
+def test_streamed_segments_give_the_gradient_of_the_batch():
+    """In any order of arrival, beside trajectories of one segment; prompts shared or not."""
     learner = lc.make_learner(
-        lc.tiny(),
+        small(),
         pool_size=2,
         tokens_per_step=256,
         buckets=(128,),
-        held_gradients=1,
-        **(sharing if is_shared else {}),
+        prompt_buckets=(8,),
+        prompt_slots=4,
+        min_shared_tokens=2,
     )
     rng = np.random.default_rng(2)
     cases = [
         dataclasses.replace(
             case,
-            prompt=tuple(PROMPT.tolist()),
+            prompt=tuple(PROMPT[: 5 if number % 2 else 2].tolist()),
             trajectories=tuple(segmented(rng, int(rng.integers(1, 4))) for _ in case.rewards),
         )
-        for case in lc.random_batch(0)
+        for number, case in enumerate(lc.random_batch(0))
     ]
-    want = lc.reference(lc.tiny(), learner.state.params, cases, LearnerSection())
+    want = lc.reference(small(), learner.state.params, cases, LearnerSection())
     for order in range(4):
         lc.run_events(learner, cases, np.random.default_rng(order))
         assert lc.rel_l2(learner.gradient(), want) <= 1e-5

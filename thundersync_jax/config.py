@@ -59,8 +59,18 @@ class RunConfig:
     evaluation: EvaluationSection = dataclasses.field(default_factory=EvaluationSection)
     checkpoint: CheckpointSection = dataclasses.field(default_factory=CheckpointSection)
 
+    @property
+    def tokenizer_directory(self) -> str:
+        """Where the policy's tokenizer is; "" for the words of the environment's vocabulary."""
+        return self.chat.tokenizer or self.model.checkpoint
+
     def __post_init__(self) -> None:
         """Checks that need more than one section."""
+        for field in dataclasses.fields(ChatSection) if not self.tokenizer_directory else ():
+            value, default = getattr(self.chat, field.name), getattr(ChatSection(), field.name)
+            expected = f"the default {default!r} without a tokenizer that chats"
+            remedy = "Set chat.tokenizer, or model.checkpoint."
+            check(value == default, f"chat.{field.name}", value, expected, remedy)
         check(
             self.learner.buckets[-1] >= self.model.max_context,
             "learner.buckets",

@@ -17,8 +17,8 @@ class ChatSection:
     """Of a policy that speaks through a Hugging Face tokenizer and its chat template.
 
     Attributes:
-      tokenizer: a directory with tokenizer.json, tokenizer_config.json and the template; "" for the
-        words of the environment's vocabulary.
+      tokenizer: a directory with tokenizer.json, tokenizer_config.json and the template. "" is that
+        of model.checkpoint, or without one the words of the environment's vocabulary.
       tool_format: how tool calls are written; "auto" takes what the template tells the model.
       history: "template" shows the model its conversation as the template does; where that rewrites
         an earlier turn, for instance drops its reasoning, the trajectory goes on in a segment of

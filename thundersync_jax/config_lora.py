@@ -30,3 +30,7 @@ class LoraSection:
         is_named = bool(self.targets) and len(set(self.targets)) == len(self.targets)
         expected = "at least one projection, each once"
         check(is_named, "model.lora.targets", self.targets, expected)
+        for key in ("alpha", "targets") if self.rank == 0 else ():
+            value, default = getattr(self, key), getattr(LoraSection, key)
+            expected = f"the default {default} with model.lora.rank = 0, which has no adapters"
+            check(value == default, f"model.lora.{key}", value, expected)

@@ -15,7 +15,8 @@ class OpdSection:
     """The teacher, and how its scores are trained on.
 
     Attributes:
-      teacher: the work directory of the run whose newest checkpoint teaches; "" is no distillation.
+      teacher: a Hugging Face directory, or the work directory of the run whose newest checkpoint
+        teaches; "" is no distillation.
       temperature: of the teacher's distribution.
       stream_turns: a scored turn of a growing trajectory is differentiated "always", only when the
         learner would "idle", or "never": then its trajectory is differentiated once, at its end.

@@ -14,9 +14,9 @@ class ReferenceSection:
     It scores the tokens of every turn while the turn's tool runs, at sampling.temperature.
 
     Attributes:
-      policy: "initial" is the policy that the run starts from, made again from run.seed on a
-        resume; any other name is the work directory of a run, whose newest checkpoint it is. "" is
-        none, for objectives that read none.
+      policy: "initial" is the policy that the run starts from, made again from model.checkpoint or
+        run.seed on a resume; any other name is a Hugging Face directory, or the work directory of a
+        run, whose newest checkpoint it is. "" is none, for objectives that read none.
     """
 
     policy: str = ""

@@ -87,10 +87,13 @@ class RunSection:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelSection:
-    """Which model: a preset of `model/presets.py`, with its vocabulary and arithmetic.
+    """Which model: a checkpoint, or a preset of `model/presets.py`, and its arithmetic.
 
     Attributes:
-      vocab_size: 0 takes as many as the environment's vocabulary has words.
+      checkpoint: a Hugging Face directory (config.json, safetensors, tokenizer.json): shapes,
+        tokenizer and first parameters are its own. "" takes the preset and run.seed.
+      preset: "" is "tiny" without a checkpoint, and must be "" with one.
+      vocab_size: 0 takes the checkpoint's, or as many as the environment's vocabulary has words.
       max_context: tokens of prompt and trajectory together; also the length of a serving row.
       dtype: arithmetic of the forward pass: "float32", "bfloat16" or "float64".
       remat: "none", "block" (keep block inputs only) or "dots" (keep matrix products).
@@ -98,7 +101,8 @@ class ModelSection:
       lora: adapters that train in place of the parameters.
     """
 
-    preset: str = "tiny"
+    checkpoint: str = ""
+    preset: str = ""
     vocab_size: int = 0
     max_context: int = 64
     dtype: str = "float32"

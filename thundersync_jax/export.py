@@ -44,6 +44,13 @@ def main(argv: Sequence[str]) -> int:
     workdir, to = WorkDirectory(Path(_WORKDIR.value)), Path(_TO.value)
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise ConfigError(f"--to={to} is not empty: give a directory that is, or a new one")
+    if (_FORM.value == "adapter") != bool(_BASE.value):
+        raise ConfigError(
+            f"--form={_FORM.value} --base={_BASE.value}: expected --base, the directory or name of "
+            "the model beside which the adapters lie, with --form=adapter alone"
+        )
+    if workdir.root.resolve() in (to.resolve(), *to.resolve().parents):
+        raise ConfigError(f"--to={to} is in the run's directory, which is only read: give another")
     step = export(
         workdir,
         to,
@@ -66,26 +73,28 @@ def export(
     """
     import jax
 
+    from thundersync_jax.initial_policy import make_model
     from thundersync_jax.model.export_hf import export_hugging_face
     from thundersync_jax.model.export_peft import export_peft
-    from thundersync_jax.runtime import load_renderer, load_suite, make_model
+    from thundersync_jax.runtime import load_renderer, load_suite
 
     config = _config_of(workdir)
     jax.config.update("jax_enable_x64", config.model.dtype == "float64")
     tokenizer = load_renderer(config, load_suite(config.env)).tokenizer
-    model = make_model(config, tokenizer)
+    model = make_model(config.model, tokenizer)
     saved = newest_step(workdir.checkpoints) if step is None else step
     if step is None and saved == FRESH:
         raise ConfigError(f"{workdir.checkpoints} holds no checkpoint: train the run first")
     params, _ = load_policy(config, model, workdir, saved)
+    source = Path(config.model.checkpoint) if config.model.checkpoint else None
     if is_adapter:
         export_peft(model, params, to, base=base, dtype=dtype)
     else:
-        export_hugging_face(model, params, to, dtype=dtype)
-    if config.chat.tokenizer:
-        copy_tokenizer_files(Path(config.chat.tokenizer), to)
+        export_hugging_face(model, params, to, dtype=dtype, source=source)
+    if config.tokenizer_directory:
+        copy_tokenizer_files(Path(config.tokenizer_directory), to)
     else:
-        _write_words(tokenizer, to, config.model.max_context)
+        write_words(tokenizer, to, config.model.max_context)
     return saved
 
 
@@ -99,8 +108,12 @@ def _config_of(workdir: WorkDirectory) -> RunConfig:
         ) from error
 
 
-def _write_words(tokenizer: Tokenizer, to: Path, max_context: int) -> None:
-    (to / "tokenizer.json").write_text(tokenizer.backend.to_str(), encoding="utf-8")
+def write_words(tokenizer: Tokenizer, to: Path, max_context: int) -> None:
+    """Writes a word tokenizer, with as many ids as its model has."""
+    content = json.loads(tokenizer.backend.to_str())
+    words = content["model"]["vocab"]
+    content["model"]["vocab"] = {w: i for w, i in words.items() if i < tokenizer.vocab_size}
+    (to / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
     settings: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": BOS,

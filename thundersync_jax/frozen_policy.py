@@ -13,15 +13,19 @@ from pathlib import Path
 from typing import Any
 
 from thundersync_jax.config import RunConfig, from_dict
+from thundersync_jax.config_lora import LoraSection
 from thundersync_jax.config_reference import INITIAL
+from thundersync_jax.config_sections import ModelSection
 from thundersync_jax.errors import ConfigError, check
+from thundersync_jax.initial_policy import make_model
 from thundersync_jax.learner.checkpoint import CheckpointError
 from thundersync_jax.losses.objective import Objective
-from thundersync_jax.model.lora import with_adapters
-from thundersync_jax.model.presets import ModelError, TransformerConfig, preset
+from thundersync_jax.model.import_hf import is_hugging_face
+from thundersync_jax.model.presets import ModelError, TransformerConfig
 from thundersync_jax.model.transformer import Params
-from thundersync_jax.rollout.chat import Tokenizer
-from thundersync_jax.saved_policy import FRESH, initial_policy, newest_step, read_policy
+from thundersync_jax.rollout.chat import Tokenizer, TokenizerError
+from thundersync_jax.rollout.tokenizer_files import read_tokenizer_files
+from thundersync_jax.saved_policy import FRESH, Start, initial_policy, newest_step, read_policy
 from thundersync_jax.trajectory_log import step_path
 from thundersync_jax.workdir import WorkDirectory
 
@@ -34,14 +38,14 @@ class FrozenPolicy:
 
     Attributes:
       key: of the configuration that names it.
-      source: the run whose newest checkpoint it is; None: the parameters of the seed.
-      seed: of its run.
+      source: the run whose newest checkpoint it is; None: what a run of this start begins with.
+      start: of its run.
     """
 
     key: str
     model: TransformerConfig
     source: WorkDirectory | None
-    seed: int
+    start: Start
 
 
 def find_frozen_policy(
@@ -64,11 +68,15 @@ def find_frozen_policy(
     _check_roles(config, objective)
     if config.reference.policy == INITIAL:
         _check_start(workdir)
-        return FrozenPolicy(key="reference.policy", model=model, source=None, seed=config.run.seed)
+        start = Start.of(config)
+        return FrozenPolicy(key="reference.policy", model=model, source=None, start=start)
     name = config.opd.teacher or config.reference.policy
     if not name:
         return None
     key = "opd.teacher" if config.opd.teacher else "reference.policy"
+    if is_hugging_face(Path(name)):
+        found = _imported(key, name, config.model, tokenizer)
+        return FrozenPolicy(key=key, model=found, source=None, start=Start(checkpoint=name))
     source = WorkDirectory(Path(name))
     if source.root.resolve() == workdir.root.resolve():
         raise ConfigError(
@@ -76,7 +84,7 @@ def find_frozen_policy(
             f"while it trains: name a copy of it. The policy that a run starts from is the "
             f"reference.policy {INITIAL!r}"
         )
-    found, seed = _model_of(key, source, tokenizer)
+    found, start = _model_of(key, source, tokenizer)
     check(
         found.dtype != "float64" or model.dtype == "float64",
         "model.dtype",
@@ -85,7 +93,7 @@ def find_frozen_policy(
         "off for a whole run",
         "Or name another policy.",
     )
-    return FrozenPolicy(key=key, model=found, source=source, seed=seed)
+    return FrozenPolicy(key=key, model=found, source=source, start=start)
 
 
 def check_weights(policy: FrozenPolicy) -> None:
@@ -97,10 +105,10 @@ def check_weights(policy: FrozenPolicy) -> None:
 def load_weights(policy: FrozenPolicy) -> Params:
     """Its parameters, on the first device. Raises ConfigError when they cannot be read."""
     if policy.source is None:
-        return initial_policy(policy.model, policy.seed)
+        return initial_policy(policy.model, policy.start)
     checkpoints = policy.source.checkpoints
     try:
-        return read_policy(policy.model, policy.seed, checkpoints, newest_step(checkpoints))[0]
+        return read_policy(policy.model, policy.start, checkpoints, newest_step(checkpoints))[0]
     except CheckpointError as error:
         raise ConfigError(
             f"config.{policy.key} names a run whose newest checkpoint cannot be read: {error}. Or "
@@ -163,8 +171,8 @@ def _check_start(workdir: WorkDirectory) -> None:
 
 def _model_of(
     key: str, source: WorkDirectory, tokenizer: Tokenizer
-) -> tuple[TransformerConfig, int]:
-    """The shapes of a run's policy, which must speak the language of `tokenizer`, and its seed."""
+) -> tuple[TransformerConfig, Start]:
+    """The shapes of a run's policy, which must speak the language of `tokenizer`, and its start."""
     name = f"config.{key} = {str(source.root)!r}"
     try:
         saved = json.loads(source.config.read_text(encoding="utf-8"))
@@ -175,18 +183,34 @@ def _model_of(
             f"({type(error).__name__}: {error}). Name one, or make one first: "
             "`python -m thundersync_jax.imitate` or `train` with that --workdir"
         ) from error
+    _check_tokenizer(name, fingerprint, tokenizer)
+    if newest_step(source.checkpoints) == FRESH:
+        raise ConfigError(f"{name} has no checkpoints: train it first")
+    try:
+        return make_model(config.model, tokenizer), Start.of(config)
+    except ModelError as error:
+        raise ConfigError(f"{name}, in its config.json: {error}") from error
+
+
+def _imported(
+    key: str, root: str, section: ModelSection, tokenizer: Tokenizer
+) -> TransformerConfig:
+    """The shapes of a Hugging Face directory's policy, which computes as the run's does."""
+    name = f"config.{key} = {root!r}"
+    try:
+        _check_tokenizer(name, read_tokenizer_files(Path(root)).tokenizer.fingerprint, tokenizer)
+        theirs = dataclasses.replace(
+            section, checkpoint=root, preset="", vocab_size=0, lora=LoraSection()
+        )
+        return make_model(theirs, tokenizer)
+    except (ModelError, TokenizerError) as error:
+        raise ConfigError(f"{name}: {error}") from error
+
+
+def _check_tokenizer(name: str, fingerprint: str, tokenizer: Tokenizer) -> None:
     if fingerprint != tokenizer.fingerprint:
         raise ConfigError(
             f"{name} has a tokenizer of fingerprint {fingerprint} and this run's is "
             f"{tokenizer.fingerprint}: their ids mean different tokens, so its scores would be of "
-            "other texts. Take a policy that was trained with the same environment's vocabulary"
+            "other texts. Take a policy that was trained with the same vocabulary"
         )
-    if newest_step(source.checkpoints) == FRESH:
-        raise ConfigError(f"{name} has no checkpoints: train it first")
-    section = config.model
-    vocab_size = section.vocab_size or tokenizer.vocab_size
-    try:
-        model = preset(section.preset, vocab_size=vocab_size, dtype=section.dtype)
-        return with_adapters(model, section.lora), config.run.seed
-    except ModelError as error:
-        raise ConfigError(f"{name}, in its config.json: {error}") from error

@@ -16,26 +16,27 @@ from thundersync_jax.config import RunConfig
 from thundersync_jax.config_opd import OpdSection
 from thundersync_jax.envs.base import DemonstratedTurn
 from thundersync_jax.errors import ConfigError, check
+from thundersync_jax.initial_policy import initial_params, make_model
 from thundersync_jax.learner.checkpoint import Checkpointer, RunPosition
 from thundersync_jax.learner.distiller import Distiller
 from thundersync_jax.learner.groups import LearnerError
 from thundersync_jax.model.presets import TransformerConfig
-from thundersync_jax.model.sharded import init_on_mesh
-from thundersync_jax.rollout.chat import Tokenizer, word_tokenizer
+from thundersync_jax.rollout.chat import Tokenizer
+from thundersync_jax.rollout.renderer import WordRenderer
 from thundersync_jax.runtime import (
     check_learning,
+    load_renderer,
     load_split,
     load_suite,
     make_learner_mesh,
-    make_model,
 )
-from thundersync_jax.saved_policy import newest_step
+from thundersync_jax.saved_policy import Start, newest_step
 from thundersync_jax.trajectory import ScoredTurn, TrajectoryBuilder, TrajectoryTokens
 from thundersync_jax.workdir import WorkDirectory
 
 
 def imitate(config: RunConfig, workdir: WorkDirectory) -> None:
-    """Trains from the seed's parameters to `run.num_steps`, unless a checkpoint is there."""
+    """Trains from the initial parameters to `run.num_steps`, unless a checkpoint is there."""
     suite = load_suite(config.env)
     demonstrate = getattr(suite, "demonstration", None)
     if demonstrate is None:
@@ -43,14 +44,15 @@ def imitate(config: RunConfig, workdir: WorkDirectory) -> None:
             f"{config.env.factory} has no demonstrations: its suite needs a method "
             "demonstration(task, seed), see envs/file_probe.py"
         )
+    renderer = load_renderer(config, suite)
     check(
-        not config.chat.tokenizer,
-        "chat.tokenizer",
-        config.chat.tokenizer,
-        "'': demonstrations are in the words of the environment's vocabulary",
+        isinstance(renderer, WordRenderer),
+        "chat.tokenizer" if config.chat.tokenizer else "model.checkpoint",
+        config.tokenizer_directory,
+        "'' or a vocabulary of words: demonstrations are in those of the environment",
     )
-    tokenizer = word_tokenizer(suite.vocabulary)
-    model = make_model(config, tokenizer)
+    tokenizer = renderer.tokenizer
+    model = make_model(config.model, tokenizer)
     if newest := newest_step(workdir.checkpoints):
         check(
             newest >= config.run.num_steps,
@@ -96,7 +98,7 @@ def _make_learner(config: RunConfig, model: TransformerConfig) -> Distiller:
         OpdSection(stream_turns="never"),
         config.optimizer,
         model,
-        init_on_mesh(model, config.run.seed, mesh),
+        initial_params(model, Start.of(config), mesh),
         mesh=mesh,
         logprob_chunk=config.model.logprob_chunk,
     )

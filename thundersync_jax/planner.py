@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,8 +22,10 @@ from jax.sharding import Mesh
 from thundersync_jax import topology
 from thundersync_jax.config import RunConfig
 from thundersync_jax.config_learner import LearnerSection
+from thundersync_jax.config_sections import ModelSection
 from thundersync_jax.errors import check
 from thundersync_jax.hlo_cost import Assumed
+from thundersync_jax.initial_policy import DEFAULT_PRESET
 from thundersync_jax.learner.memory import MAX_GROUPS, MemoryPlan, Room, Sizes, check_fits, sizes_of
 from thundersync_jax.learner.optimizer import make_optimizer
 from thundersync_jax.learner.program_names import (
@@ -39,8 +42,9 @@ from thundersync_jax.learner.score import ScoreSettings
 from thundersync_jax.learner.turn_programs import TurnPrograms, held_caches
 from thundersync_jax.losses.objectives import make_objective
 from thundersync_jax.mesh_search import StepShape, fastest_meshes, groups_that_fit
+from thundersync_jax.model.import_hf import HuggingFaceDirectory
 from thundersync_jax.model.lora import with_adapters
-from thundersync_jax.model.presets import TransformerConfig, preset
+from thundersync_jax.model.presets import TransformerConfig, param_dtype_of, preset
 from thundersync_jax.model.sharded import check_mesh
 from thundersync_jax.model.transformer import num_parameters
 from thundersync_jax.model.visible import MAX_BLOCK
@@ -71,7 +75,7 @@ def plan(
     """
     check(not config.opd.teacher, "opd.teacher", config.opd.teacher, "'': a plan is of a Learner")
     chip, devices = topology.chip_of(name), topology.topology_devices(name)
-    model = _model(config)
+    model = _model(config.model)
     mesh = _learner_mesh(config, model, devices)
     learner = LearnerPlan(config, model, mesh, chip)
     learner.compile(announce)
@@ -91,7 +95,7 @@ def plan(
         "peaks": dataclasses.asdict(chip),
         "num_chips": len(devices),
         "mesh": dict(mesh.shape),
-        "model": config.model.preset,
+        "model": config.model.checkpoint or config.model.preset,
         "lora_rank": config.model.lora.rank,
         "num_parameters": num_parameters(model),
         "programs": {key: dataclasses.asdict(value) for key, value in programs.items()},
@@ -280,11 +284,23 @@ def with_groups(section: LearnerSection, num_groups: int) -> LearnerSection:
     return dataclasses.replace(section, **numbers)
 
 
-def _model(config: RunConfig) -> TransformerConfig:
-    section = config.model
-    model = preset(
-        section.preset, vocab_size=section.vocab_size, dtype=section.dtype, remat=section.remat
-    )
+def _model(section: ModelSection) -> TransformerConfig:
+    """Of the checkpoint or the preset; a tokenizer, which may have more tokens, is not asked."""
+    if section.checkpoint:
+        with HuggingFaceDirectory(Path(section.checkpoint)) as directory:
+            model = dataclasses.replace(
+                directory.config,
+                dtype=section.dtype,
+                param_dtype=param_dtype_of(section.dtype),
+                remat=section.remat,
+            )
+    else:
+        model = preset(
+            section.preset or DEFAULT_PRESET,
+            vocab_size=section.vocab_size,
+            dtype=section.dtype,
+            remat=section.remat,
+        )
     return with_adapters(model, section.lora)
 
 

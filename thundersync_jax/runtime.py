@@ -20,9 +20,10 @@ from thundersync_jax.config import RunConfig
 from thundersync_jax.config_sampling import SamplingSection
 from thundersync_jax.config_sections import EnvSection
 from thundersync_jax.envs.base import EnvironmentSuite
-from thundersync_jax.errors import ConfigError, check
-from thundersync_jax.factory import call_factory, import_factory
+from thundersync_jax.errors import ConfigError
+from thundersync_jax.factory import call_factory, describe_error, import_factory
 from thundersync_jax.frozen_policy import FrozenPolicy, check_weights, find_frozen_policy
+from thundersync_jax.initial_policy import initial_params, make_model
 from thundersync_jax.learner.compilation import compile_apart
 from thundersync_jax.learner.distiller import Distiller
 from thundersync_jax.learner.groups import LearnerError
@@ -31,9 +32,9 @@ from thundersync_jax.learner.reduction import REDUCTIONS
 from thundersync_jax.losses.objective import Objective
 from thundersync_jax.losses.objective_check import check_turns
 from thundersync_jax.losses.objectives import make_objective
-from thundersync_jax.model.lora import with_adapters
-from thundersync_jax.model.presets import TransformerConfig, preset
+from thundersync_jax.model.presets import TransformerConfig
 from thundersync_jax.model.sharded import check_mesh, init_on_mesh
+from thundersync_jax.model.transformer import Params
 from thundersync_jax.rollout.agent import derive_seed
 from thundersync_jax.rollout.chat import Tokenizer, TokenizerError
 from thundersync_jax.rollout.chat_renderer import make_renderer
@@ -43,6 +44,7 @@ from thundersync_jax.rollout.rollout import RolloutRunner
 from thundersync_jax.rollout.scoring import TurnListener
 from thundersync_jax.sandbox.base import SandboxPool
 from thundersync_jax.sandbox.selection import open_pool
+from thundersync_jax.saved_policy import Start
 from thundersync_jax.serving.engine import PolicyEngine
 from thundersync_jax.serving.memory import device_bytes
 from thundersync_jax.serving.scorer import Scorer
@@ -112,7 +114,7 @@ async def build(
     suite = load_suite(config.env)
     renderer = load_renderer(config, suite)
     tokenizer = renderer.tokenizer
-    model = make_model(config, tokenizer)
+    model = make_model(config.model, tokenizer)
     frozen = check_learning(config, model, tokenizer, workdir)
     mesh = make_learner_mesh(config, model)
     train_tasks = load_split(config, suite, workdir, config.data.train_split)
@@ -122,7 +124,7 @@ async def build(
         else ()
     )
     for task in (*train_tasks, *eval_tasks):
-        _check_prompt(task, renderer, config.model.max_context)
+        check_prompt(task, renderer, config.model.max_context)
     if frozen is not None:
         await asyncio.to_thread(check_weights, frozen)
     sandboxes, sandbox_report = await open_pool(config.sandbox)
@@ -131,7 +133,8 @@ async def build(
     announce("compiling; the work directory keeps the programs")
     scored_by = None if frozen is None else frozen.model
     await asyncio.to_thread(compile_apart, warm_up, config, model, scored_by)
-    engine, learner, scorer = _make_programs(config, model, scored_by, mesh)
+    params = initial_params(model, Start.of(config), mesh)
+    engine, learner, scorer = _make_programs(config, model, scored_by, mesh, params)
     return Runtime(
         config=config,
         workdir=workdir,
@@ -153,6 +156,7 @@ def check_learning(
     config: RunConfig, model: TransformerConfig, tokenizer: Tokenizer, workdir: WorkDirectory
 ) -> FrozenPolicy | None:
     """Raises ConfigError or ObjectiveError for what a run cannot learn; its frozen policy."""
+    workdir.check_tokenizer(tokenizer.fingerprint)
     objective = make_objective(config.learner.objective, config.learner.objective_options)
     if config.learner.stream_turns != "never":
         check_turns(objective)
@@ -167,7 +171,8 @@ def warm_up(
 ) -> None:
     """Compiles the programs of a run, and nothing else of it."""
     mesh = make_learner_mesh(config, model)
-    engine, learner, scorer = _make_programs(config, model, scored_by, mesh)
+    params = init_on_mesh(model, config.run.seed, mesh)  # as good as any
+    engine, learner, scorer = _make_programs(config, model, scored_by, mesh, params)
     learner.warm_up()
     engine.warm_up()
     if scorer is not None:
@@ -182,27 +187,8 @@ def load_suite(env: EnvSection) -> EnvironmentSuite:
 
 def load_renderer(config: RunConfig, suite: EnvironmentSuite) -> Renderer:
     """The suite's words, or the chat template of the configured tokenizer's directory."""
-    return make_renderer(suite, config.chat)
-
-
-def make_model(config: RunConfig, tokenizer: Tokenizer) -> TransformerConfig:
-    """The configured preset, with the tokenizer's vocabulary where none is given, and adapters."""
-    section = config.model
-    model = preset(
-        section.preset,
-        vocab_size=section.vocab_size or tokenizer.vocab_size,
-        dtype=section.dtype,
-        remat=section.remat,
-    )
-    model = with_adapters(model, section.lora)
-    check(
-        model.vocab_size >= tokenizer.vocab_size,
-        "model.vocab_size",
-        model.vocab_size,
-        f"at least {tokenizer.vocab_size}, for so many tokens has the tokenizer",
-        "0 takes just these; or take the tokenizer that belongs to the model.",
-    )
-    return model
+    section = dataclasses.replace(config.chat, tokenizer=config.tokenizer_directory)
+    return make_renderer(suite, section)
 
 
 def make_learner_mesh(config: RunConfig, model: TransformerConfig) -> Mesh:
@@ -215,7 +201,11 @@ def make_learner_mesh(config: RunConfig, model: TransformerConfig) -> Mesh:
 
 
 def _make_programs(
-    config: RunConfig, model: TransformerConfig, scored_by: TransformerConfig | None, mesh: Mesh
+    config: RunConfig,
+    model: TransformerConfig,
+    scored_by: TransformerConfig | None,
+    mesh: Mesh,
+    params: Params,
 ) -> tuple[PolicyEngine, Learner | Distiller, Scorer | None]:
     serving, max_context = config.serving, config.model.max_context
     engine = PolicyEngine(model, serving, max_context)
@@ -237,7 +227,7 @@ def _make_programs(
     learner = make(
         config.optimizer,
         model,
-        init_on_mesh(model, config.run.seed, mesh),
+        params,
         mesh=mesh,
         temperature=config.sampling.temperature,
         logprob_chunk=config.model.logprob_chunk,
@@ -268,6 +258,12 @@ def load_split(
         raise ConfigError(
             f"the split {split!r} of {config.env.factory} has no tasks. {_SPLIT_REMEDY}"
         )
+    for task in tasks:
+        if not isinstance(task, Task):
+            raise ConfigError(
+                f"tasks({split!r}) of {config.env.factory} has {task!r:.80}: expected "
+                "thundersync_jax.trajectory.Task records"
+            )
     return tasks
 
 
@@ -282,11 +278,17 @@ def _check_step(config: RunConfig, objective: Objective) -> None:
         raise ConfigError(str(error)) from error
 
 
-def _check_prompt(task: Task, renderer: Renderer, max_context: int) -> None:
+def check_prompt(task: Task, renderer: Renderer, max_context: int) -> None:
+    """Raises ConfigError unless the task has a prompt that leaves room for a token."""
     try:
         num_tokens = len(renderer.prompt_ids(task))
     except (TokenizerError, ChatTemplateError) as error:
         raise ConfigError(f"the prompt of task {task.task_id!r}: {error}") from error
+    except Exception as error:  # a user's suite, whatever it raises or returns
+        raise ConfigError(
+            f"the prompt of task {task.task_id!r}: {describe_error(error)}. Expected a text of "
+            "prompt(task), or messages of messages(task) with tools: mend the suite"
+        ) from error
     if not 1 <= num_tokens < max_context:
         raise ConfigError(
             f"task {task.task_id!r} has a prompt of {num_tokens} tokens: expected 1 to "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,23 @@ if TYPE_CHECKING:
     from thundersync_jax.model.transformer import Params
 
 FRESH = 0  # the step of the weights before the first
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Start:
+    """What the parameters of a run are before its first step.
+
+    Attributes:
+      checkpoint: a Hugging Face directory that has them; "" makes all of `seed`.
+      seed: of what the checkpoint does not have.
+    """
+
+    checkpoint: str = ""
+    seed: int = 0
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Start:
+        return cls(checkpoint=config.model.checkpoint, seed=config.run.seed)
 
 
 def newest_step(checkpoints: Path) -> int:
@@ -30,25 +48,26 @@ def load_policy(
       CheckpointError: there is no such checkpoint, or it cannot be read.
     """
     if step == FRESH:
-        return initial_policy(model, config.run.seed), 0
-    return read_policy(model, config.run.seed, workdir.checkpoints, step)
+        return initial_policy(model, Start.of(config)), 0
+    return read_policy(model, Start.of(config), workdir.checkpoints, step)
 
 
-def initial_policy(model: TransformerConfig, seed: int) -> Params:
-    """The parameters that a run of this seed begins with, on the first device."""
+def initial_policy(model: TransformerConfig, start: Start) -> Params:
+    """The parameters that a run begins with, on the first device: as `initial_params`."""
     import jax  # here and below: the supervisor of `serve` has none
 
-    from thundersync_jax.model.sharded import init_on_mesh
+    from thundersync_jax.initial_policy import initial_params
     from thundersync_jax.sharding import MeshShape, make_mesh
 
-    return init_on_mesh(model, seed, make_mesh(MeshShape(), jax.devices()[:1]))
+    mesh = make_mesh(MeshShape(), jax.devices()[:1])
+    return initial_params(model, start, mesh)
 
 
 def read_policy(
-    model: TransformerConfig, seed: int, checkpoints: Path, step: int
+    model: TransformerConfig, start: Start, checkpoints: Path, step: int
 ) -> tuple[Params, int]:
-    """`load_policy` of a checkpoint of a run of this seed: it holds what trains, and what is frozen
-    is still as it began.
+    """`load_policy` of a checkpoint of a run of this start: it holds what trains, and what is
+    frozen is still as it began.
     """
     import jax
 
@@ -62,7 +81,7 @@ def read_policy(
     )
     trainable, frozen = partition(model, like)
     if frozen:
-        _, frozen = partition(model, initial_policy(model, seed))
+        _, frozen = partition(model, initial_policy(model, start))
     checkpointer = Checkpointer(checkpoints, keep_last=1)
     try:
         restored, version = checkpointer.restore_policy(trainable, step, base=fingerprint(frozen))

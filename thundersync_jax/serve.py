@@ -48,7 +48,7 @@ _PORT = flags.DEFINE_integer("port", 0, "Loopback port; 0 takes a free one.")
 _CHECKPOINT_STEP = flags.DEFINE_integer(
     "checkpoint_step",
     None,
-    "Serve the weights after so many steps, 0 for those of the seed. Default: the newest, if any.",
+    "Serve the weights after so many steps, 0 for the initial ones. Default: the newest, if any.",
 )
 _CHILD_PORT = flags.DEFINE_integer("child_port", None, "Internal: serve in this process.")
 
@@ -60,13 +60,13 @@ def main(argv: Sequence[str]) -> int:
     config, workdir = resolve(load_config(_CONFIG)), WorkDirectory(Path(_WORKDIR.value))
     if _CHILD_PORT.value is not None:
         return serve(config, workdir, _CHILD_PORT.value, _CHECKPOINT_STEP.value or FRESH)
-    workdir.check_same(config, "model", "env")  # what the policy and its vocabulary are
+    workdir.check_same(config, "model", "env", "chat")  # what policy and tokens are
     step = _CHECKPOINT_STEP.value
     if step is None:
         if not workdir.root.is_dir():
             raise ConfigError(
                 f"--workdir={workdir.root} is no directory: give that of a run, or "
-                f"--checkpoint_step={FRESH} for the weights of the seed"
+                f"--checkpoint_step={FRESH} for the initial weights"
             )
         step = newest_step(workdir.checkpoints)
     with reserved_port(_PORT.value) as port:
@@ -76,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
 def supervise(port: int, step: int) -> int:
     """Keeps a child serving on `port`, every time with the same weights; returns the status."""
     address = f"{LOOPBACK}:{port}"
-    name = f"the checkpoint of step {step}" if step != FRESH else "the weights of the seed"
+    name = f"the checkpoint of step {step}" if step != FRESH else "the initial weights"
     _say(f"serving {name} on {address}, once it is up")
     supervisor = Supervisor(
         [
@@ -123,10 +123,13 @@ def serve(config: RunConfig, workdir: WorkDirectory, port: int, step: int) -> in
 
 def load_engine(config: RunConfig, workdir: WorkDirectory, step: int) -> DrivenEngine:
     """The configured engine, compiled, with the weights after `step` steps."""
-    from thundersync_jax.runtime import load_renderer, load_suite, make_model
+    from thundersync_jax.initial_policy import make_model
+    from thundersync_jax.runtime import load_renderer, load_suite
     from thundersync_jax.serving.jetstream_server import DrivenEngine
 
-    model = make_model(config, load_renderer(config, load_suite(config.env)).tokenizer)
+    tokenizer = load_renderer(config, load_suite(config.env)).tokenizer
+    workdir.check_tokenizer(tokenizer.fingerprint)
+    model = make_model(config.model, tokenizer)
     params, version = load_policy(config, model, workdir, step)
     engine = DrivenEngine(model, config.serving, config.model.max_context)
     engine.warm_up(with_prefill=True)

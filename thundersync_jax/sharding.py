@@ -12,6 +12,7 @@ Optimizer state and master weights are sharded over data as well.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -122,18 +123,29 @@ def replica_spec(spec: PartitionSpec) -> PartitionSpec:
 
 def spread_over_data(spec: PartitionSpec, shape: Sequence[int], mesh: Mesh) -> PartitionSpec:
     """`spec` with `data` added to the largest dimension that it divides; as it is when none is."""
-    replicas = mesh.shape[DATA]
-    placed = [*spec, *[None] * (len(shape) - len(spec))]
+    return _spread(spec, shape, mesh, DATA)
 
-    def pieces(at: int) -> int:
-        return mesh.shape[placed[at]] if placed[at] is not None else 1
 
-    fitting = [i for i, size in enumerate(shape) if size % (pieces(i) * replicas) == 0]
-    if replicas == 1 or not fitting:
+def spread_over_replica(spec: PartitionSpec, shape: Sequence[int], mesh: Mesh) -> PartitionSpec:
+    """`spec` with those of `fsdp` and `tensor` that it does not use added in the same way."""
+    used = {axis for axes in spec for axis in (axes if isinstance(axes, tuple) else (axes,))}
+    for axis in (FSDP, TENSOR):
+        if axis not in used:
+            spec = _spread(spec, shape, mesh, axis)
+    return spec
+
+
+def _spread(spec: PartitionSpec, shape: Sequence[int], mesh: Mesh, axis: str) -> PartitionSpec:
+    placed = [() if axes is None else axes if isinstance(axes, tuple) else (axes,) for axes in spec]
+    placed += [()] * (len(shape) - len(spec))
+    pieces = [math.prod(mesh.shape[name] for name in axes) for axes in placed]
+    count = mesh.shape[axis]
+    fitting = [i for i, size in enumerate(shape) if size % (pieces[i] * count) == 0]
+    if count == 1 or not fitting:
         return spec
-    best = max(fitting, key=lambda i: shape[i] // pieces(i))
-    placed[best] = DATA if placed[best] is None else (placed[best], DATA)
-    return PartitionSpec(*placed)
+    best = max(fitting, key=lambda i: shape[i] // pieces[i])
+    placed[best] = (*placed[best], axis)
+    return PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in placed))
 
 
 def named(mesh: Mesh, specs: Any) -> Any:

@@ -104,15 +104,9 @@ class WorkDirectory:
         Args:
           sections: those that matter; all by default.
         """
-        if not self.config.exists():
+        saved = self._saved("config")
+        if saved is None:
             return
-        try:
-            saved = json.loads(self.config.read_text(encoding="utf-8"))["config"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(
-                f"{self.config} cannot be read ({type(error).__name__}: {error}): restore it, or "
-                "use a new --workdir"
-            ) from error
         differences = [
             difference
             for difference in resume_differences(saved, config)
@@ -124,6 +118,29 @@ class WorkDirectory:
                 + "; ".join(differences[:8])
                 + ". Use a new --workdir, or the saved values"
             )
+
+    def check_tokenizer(self, fingerprint: str) -> None:
+        """Raises ConfigError when the directory holds a run with another tokenizer."""
+        saved = self._saved("tokenizer")
+        if saved not in (None, fingerprint):
+            raise ConfigError(
+                f"--workdir={self.root} holds a run with a tokenizer of fingerprint {saved}, and "
+                f"the environment's vocabulary, or the tokenizer's directory, now has {fingerprint}"
+                ": ids would mean other tokens than its policy learned. Restore it, or use a new "
+                "--workdir"
+            )
+
+    def _saved(self, key: str) -> Any:
+        """A value of config.json; None without the file. Raises ConfigError."""
+        if not self.config.exists():
+            return None
+        try:
+            return json.loads(self.config.read_text(encoding="utf-8"))[key]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{self.config} cannot be read ({type(error).__name__}: {error}): restore it, or "
+                "use a new --workdir"
+            ) from error
 
 
 def describe(config: RunConfig) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 Abstract values only: nothing here allocates. Parameters lie on fsdp and tensor; accumulators and
 prompt slots have a leading `data` axis; master weights and moments are spread over `data` too. Of
-frozen parameters there is neither.
+frozen parameters there is neither. Accumulators use every axis of a replica, for the factors of
+adapters use one of them alone.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class Placement:
         values = jax.tree.map(
             lambda p, w: self._struct(
                 jax.ShapeDtypeStruct((self.num_replicas, *w.shape), w.dtype),
-                sharding.replica_spec(p.sharding.spec),
+                sharding.replica_spec(sharding.spread_over_replica(p.sharding.spec, p.shape, mesh)),
             ),
             self.trainable,
             wide,

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import math
+import numbers
 from collections.abc import Iterator
 
 import numpy as np
@@ -73,21 +75,25 @@ def _check_types(objective: Objective) -> None:
         if not isinstance(value, kind):
             members = f": one of {[str(k) for k in kind]}" if issubclass(kind, enum.Enum) else ""
             raise ObjectiveError(
-                f"objective {objective.name!r}: {field} = {value!r}, expected a "
+                f"objective {objective.name!r}: {field} = {value!r}, expected a value of type "
                 f"{kind.__name__}{members}"
             )
 
 
 def _typed_fields(objective: Objective) -> Iterator[tuple[str, object, type]]:
     """Dataclasses check none."""
+    yield "name", objective.name, str
     yield "streams", objective.streams, Streams
     yield "normalizer", objective.normalizer, Normalizer
     yield "normalizer.kind", objective.normalizer.kind, Kind
+    yield "normalizer.length", objective.normalizer.length, int
     yield "terms", objective.terms, tuple
     for term in objective.terms:
         yield "terms", term, Term
         yield f"{term.name}: scope", term.scope, Scope
         yield f"{term.name}: normalizer", term.normalizer, Normalizer
+        yield f"{term.name}: normalizer.length", term.normalizer.length, int
+        yield f"{term.name}: coefficient", term.coefficient, numbers.Real
 
 
 def _check_rewards(objective: Objective, rewards: np.ndarray) -> None:
@@ -153,6 +159,17 @@ def check_final_weights(objective: Objective, given: np.ndarray, whole: np.ndarr
 
 def _check_declaration(objective: Objective) -> None:
     name = f"objective {objective.name!r}"
+    lengths = [n.length for n in (objective.normalizer, *(t.normalizer for t in objective.terms))]
+    if min(lengths) < 1:
+        raise ObjectiveError(
+            f"{name}: a normalizer has length = {min(lengths)}: expected a number of tokens, at "
+            "least 1, by which its sum is divided"
+        )
+    for term in objective.terms:
+        if not math.isfinite(term.coefficient):
+            raise ObjectiveError(
+                f"{name}: {term.name}: coefficient = {term.coefficient}: expected a finite number"
+            )
     if objective.group_terms and objective.is_linear:
         raise ObjectiveError(
             f"{name}: terms of scope GROUP ({', '.join(t.name for t in objective.group_terms)}) "
@@ -218,6 +235,11 @@ def advantages_of(
     # Rounding of rewards that are far from zero in relation to their spread.
     rounding = 64 * np.finfo(np.float64).eps * np.abs(rewards).max() * abs(line.slope)
     if error > _RELATIVE * np.abs(found).max() + rounding:
+        if values.dtype.kind == "f" and values.dtype != np.float64:
+            raise ObjectiveError(
+                f"{name}: its advantages are {values.dtype}, whose rounding hides whether they are "
+                "affine in the reward: compute them in float64, as the rewards come"
+            )
         raise ObjectiveError(
             f"{name} declares streams = {objective.streams.value!r}, but its advantages are not "
             f"affine in the reward: {rewards.tolist()} have {found.tolist()}, {error:.3g} off the "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -18,13 +17,7 @@ from thundersync_jax.model.presets import TransformerConfig
 from thundersync_jax.model.transformer import Params, logical_axes
 
 # Goes along from the directory that was imported; the rest follows from the parameters.
-_KEPT = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "generation_config.json",
-)
+_KEPT = ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def export_hugging_face(
@@ -42,7 +35,7 @@ def export_hugging_face(
     Args:
       params: on devices of this host, in any float dtype.
       dtype: of the files.
-      source: a Hugging Face directory whose tokenizer goes along.
+      source: the Hugging Face directory that was imported, whose special ids go along.
       max_file_bytes: of a file, and of the host's memory that this takes.
     """
     root.mkdir(parents=True, exist_ok=True)
@@ -64,10 +57,10 @@ def export_hugging_face(
     }
     (root / INDEX).write_text(json.dumps(index, indent=1))
     text = {**write_config(config), "torch_dtype": dtype}
-    (root / "config.json").write_text(json.dumps(text, indent=1))
     if source is not None:
-        for name in filter(lambda name: (source / name).exists(), _KEPT):
-            shutil.copy(source / name, root / name)
+        entries = json.loads((source / "config.json").read_text(encoding="utf-8"))
+        text |= {key: entries[key] for key in _KEPT if key in entries}
+    (root / "config.json").write_text(json.dumps(text, indent=1))
 
 
 def _names(config: TransformerConfig) -> Iterator[tuple[str, Tensor, int | None]]:

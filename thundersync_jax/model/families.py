@@ -41,6 +41,11 @@ class Tensor:
     def is_stacked(self) -> bool:
         return "{}" in self.name
 
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """All of `dims`, in the file's order."""
+        return tuple(axis for group in self.dims for axis in group)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:

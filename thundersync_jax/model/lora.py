@@ -38,6 +38,11 @@ def with_adapters(config: TransformerConfig, section: LoraSection) -> Transforme
             f"model.lora.targets = {section.targets}: {', '.join(map(repr, unknown))} of the model "
             f"is no projection. Did you mean {near!r}? There are: {', '.join(projections)}"
         )
+    if section.rank > config.embed_dim:
+        raise ModelError(
+            f"model.lora.rank = {section.rank}: expected at most {config.embed_dim}, the model's "
+            "width: no kernel has a higher rank"
+        )
     lora = Lora(rank=section.rank, alpha=section.alpha, targets=section.targets)
     return dataclasses.replace(config, lora=lora, param_dtype=config.dtype)
 

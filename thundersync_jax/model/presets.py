@@ -279,6 +279,11 @@ def preset(
         base,
         vocab_size=vocab_size or base.vocab_size,
         dtype=dtype,
-        param_dtype="float64" if dtype == "float64" else "float32",
+        param_dtype=param_dtype_of(dtype),
         remat=remat,
     )
+
+
+def param_dtype_of(dtype: str) -> str:
+    """How parameters are stored where `dtype` computes."""
+    return "float64" if dtype == "float64" else "float32"

@@ -7,6 +7,7 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -47,6 +48,12 @@ def init_on_mesh(model: TransformerConfig, seed: int, mesh: Mesh) -> Params:
 
     The values are those of `init_params`, whatever the mesh; no device holds a whole one.
     """
+    make = functools.partial(init_params, model)
+    return jax.jit(make, out_shardings=master_shardings(model, mesh))(seed)
+
+
+def master_shardings(model: TransformerConfig, mesh: Mesh) -> Any:
+    """Where the optimizer's copy of every parameter lies: in pieces, on as many devices as can."""
     specs = jax.tree.map(
         lambda parameter, axes: sharding.spread_over_data(
             sharding.partition_spec(axes), parameter.shape, mesh
@@ -54,8 +61,7 @@ def init_on_mesh(model: TransformerConfig, seed: int, mesh: Mesh) -> Params:
         abstract_params(model),
         logical_axes(model),
     )
-    make = functools.partial(init_params, model)
-    return jax.jit(make, out_shardings=sharding.named(mesh, specs))(seed)
+    return sharding.named(mesh, specs)
 
 
 def _sharded_sizes(

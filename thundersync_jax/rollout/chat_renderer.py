@@ -31,6 +31,7 @@ from thundersync_jax.config_chat import ChatSection
 from thundersync_jax.envs.base import Action, EnvironmentSuite, Message, Observation
 from thundersync_jax.envs.tools import Tool, misfit_of
 from thundersync_jax.errors import ConfigError
+from thundersync_jax.rollout.chat import TokenizerError
 from thundersync_jax.rollout.chat_template import ChatTemplate, ChatTemplateError
 from thundersync_jax.rollout.control_tokens import ControlTokens, without_marks
 from thundersync_jax.rollout.renderer import Conversation, Renderer, Reply, WordRenderer
@@ -76,8 +77,7 @@ class ChatRenderer:
         )
         self.keeps_history = section.history == "append"
         self.traits = traits_of(self.template, self.control)
-        ends = set() if self.traits.end_id is None else {self.traits.end_id}
-        self.stop_ids = files.end_ids | ends
+        self.stop_ids = files.end_ids | {self.traits.end_id}
         self.tools: tuple[Tool, ...] = tuple(getattr(suite, "tools", ()))
         self._format_name = self._choose_format(section.tool_format)
         self._format = TOOL_FORMATS[self._format_name]
@@ -148,10 +148,20 @@ class ChatRenderer:
 
 
 def make_renderer(suite: EnvironmentSuite, section: ChatSection) -> Renderer:
-    """The suite's words where no tokenizer is named, else a model's own template."""
+    """The suite's words where no tokenizer is named, or one of words; else a model's template."""
     if not section.tokenizer:
         return WordRenderer(suite)
-    return ChatRenderer(read_tokenizer_files(Path(section.tokenizer)), suite, section)
+    files = read_tokenizer_files(Path(section.tokenizer))
+    if not files.has_words:
+        return ChatRenderer(files, suite, section)
+    renderer = WordRenderer(suite)
+    if renderer.tokenizer.fingerprint != files.tokenizer.fingerprint:
+        raise TokenizerError(
+            f"{section.tokenizer} has {files.tokenizer.vocab_size} words which are not the "
+            f"{renderer.tokenizer.vocab_size} of the environment's vocabulary in their order: its "
+            "policy was trained in another environment"
+        )
+    return renderer
 
 
 class _Chat:

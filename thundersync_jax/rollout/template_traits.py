@@ -23,14 +23,14 @@ class TemplateTraits:
 
     Attributes:
       ask: how it asks for a turn, after everything else; "" where that is not apart.
-      end_id: the special token that ends an assistant's turn; None where there is none.
+      end_id: the special token that ends an assistant's turn.
       has_system, has_tool: whether messages of these roles are shown.
       shows_tools: it describes the tools that it is given.
       tool_format: the format of calls in which it does; "" for one that is not known.
     """
 
     ask: str
-    end_id: int | None
+    end_id: int
     has_system: bool
     has_tool: bool
     shows_tools: bool
@@ -47,11 +47,16 @@ def traits_of(template: ChatTemplate, control: ControlTokens) -> TemplateTraits:
             "of a model"
         )
     after = control.encode(text[text.index(_MARK) + len(_MARK) :].lstrip())
-    is_ended = bool(after) and after[0] in control.special_ids
+    if not after or after[0] not in control.special_ids:
+        raise ChatTemplateError(
+            f"{template.name} ends what the assistant says with "
+            f"{text[text.index(_MARK) + len(_MARK) :][:40]!r}, which begins with no special token "
+            "of the tokenizer, so no turn could end: take both from the same model"
+        )
     with_tools = _attempt(template, [("user", "hello")], [_TOOL])
     return TemplateTraits(
         ask=text.removeprefix(unasked) if text.startswith(unasked) else "",
-        end_id=after[0] if is_ended else None,
+        end_id=after[0],
         has_system=_MARK in _attempt(template, [("system", _MARK), ("user", "hello")]),
         has_tool=_MARK in _attempt(template, [*turns[:2], ("tool", _MARK)]).replace(_MARK, "", 1),
         shows_tools=_NAME in with_tools,

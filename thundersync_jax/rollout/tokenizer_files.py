@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as TokenizersBackend
+from tokenizers import models
 
-from thundersync_jax.rollout.chat import Tokenizer, TokenizerError
+from thundersync_jax.rollout.chat import Tokenizer, TokenizerError, word_tokenizer
 
 TEMPLATE_FILE = "chat_template.jinja"
 _CONFIG = "tokenizer_config.json"
@@ -44,6 +45,11 @@ class TokenizerFiles:
     end_ids: frozenset[int]
     template: str
     template_name: str
+
+    @property
+    def has_words(self) -> bool:
+        """It is a vocabulary of words, as of policies that are trained from scratch."""
+        return isinstance(self.tokenizer.backend.model, models.WordLevel)
 
 
 def read_tokenizer_files(root: Path) -> TokenizerFiles:
@@ -72,14 +78,19 @@ def read_tokenizer_files(root: Path) -> TokenizerFiles:
         )
     vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
     template, name = _template(root, settings)
-    return TokenizerFiles(
-        tokenizer=Tokenizer(
+    if isinstance(backend.model, models.WordLevel):
+        vocabulary = backend.get_vocab(with_added_tokens=False)
+        tokenizer = word_tokenizer(sorted(vocabulary, key=lambda word: vocabulary[word]))
+    else:
+        tokenizer = Tokenizer(
             backend=backend,
             vocab_size=vocab_size,
             bos_id=ids.get("bos_token"),
             eos_id=ids["eos_token"],
             unused_text="\ufffd",
-        ),
+        )
+    return TokenizerFiles(
+        tokenizer=tokenizer,
         special_tokens=special,
         end_ids=_end_ids(root, vocab_size) | {ids["eos_token"]},
         template=template,
