@@ -1,4 +1,4 @@
-"""Qwen3-8B, all parameters trained, on 256 chips of 16 GB (v5e:16x16).
+r"""Qwen3-8B, all parameters trained, on 256 chips of 16 GB (v5e:16x16).
 
     python -m thundersync_jax.plan --config=configs/qwen3_8b.py --topology=v5e:16x16
     python -m thundersync_jax.plan --config=configs/qwen3_8b.py --topology=v6e:8x8 \
