@@ -129,7 +129,7 @@ class LearnerPlan:
     """The learner's programs on the whole topology."""
 
     def __init__(self, config: RunConfig, model: TransformerConfig, mesh: Mesh, chip: Chip) -> None:
-        self._config, self._model, self._mesh, self._chip = config, model, mesh, chip
+        self._config, self._mesh, self._chip = config, mesh, chip
         settings = ScoreSettings(
             model=model,
             objective=make_objective(config.learner.objective, config.learner.objective_options),
