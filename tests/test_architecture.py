@@ -20,7 +20,7 @@ LAYERS = {
         "config_lora", "config_opd", "config_reference", "config_sections", "config_serving",
         "config_sampling", "metrics", "trajectory_log", "workdir", "command_line",
     },
-    1: {"sharding", "hlo", "topology", "model", "losses", "transport"},
+    1: {"sharding", "hlo", "hlo_cost", "topology", "model", "losses", "transport"},
     2: {
         "learner", "serving", "coordinator", "rollout", "envs", "sandbox", "cluster", "viewing",
     },

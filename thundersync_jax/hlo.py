@@ -37,6 +37,7 @@ class Collective:
 
     Attributes:
       name: of the instruction, without the percent sign.
+      computation: where it stands in the program's text.
       replica_groups: who exchanges with whom; None is one group of all devices.
       source_target_pairs: who sends to whom; a permute has these instead of groups.
       bytes: of the result on one device.
@@ -44,6 +45,7 @@ class Collective:
 
     kind: Kind
     name: str
+    computation: str = ""
     replica_groups: Groups | None = None
     source_target_pairs: Groups = ()
     bytes: int
@@ -108,9 +110,10 @@ def collectives(text: str) -> list[Collective]:
                 Collective(
                     kind=kind,
                     name=match["name"],
+                    computation=computation,
                     replica_groups=groups,
                     source_target_pairs=pairs,
-                    bytes=_num_bytes(shape),
+                    bytes=num_bytes(shape),
                 )
             )
     return found
@@ -139,6 +142,17 @@ def crossing(found: Iterable[Collective], mesh: Mesh, axis: str) -> list[Collect
 def array_shapes(text: str) -> set[tuple[int, ...]]:
     """The dimensions of every array in a program, operands and results of fused parts included."""
     return {tuple(_integers(m["dims"])) for m in _ARRAY.finditer(text)}
+
+
+def num_bytes(shape: str) -> int:
+    """Of an array, or of all arrays in a tuple."""
+    total = 0
+    for match in _ARRAY.finditer(_LAYOUT_OR_COMMENT.sub("", shape)):
+        digits = re.search(r"\d+", match["dtype"])
+        bits = int(digits[0]) if digits else {"pred": 8}.get(match["dtype"], 0)
+        elements = math.prod(_integers(match["dims"].replace("<=", "")))
+        total += math.ceil(elements * bits / 8)
+    return total
 
 
 def parse_groups(text: str) -> Groups:
@@ -260,16 +274,6 @@ def _split(text: str) -> Iterator[str]:
             yield text[begin:at].strip()
             begin = at + 1
     yield text[begin:].strip()
-
-
-def _num_bytes(shape: str) -> int:
-    total = 0
-    for match in _ARRAY.finditer(_LAYOUT_OR_COMMENT.sub("", shape)):
-        digits = re.search(r"\d+", match["dtype"])
-        bits = int(digits[0]) if digits else {"pred": 8}.get(match["dtype"], 0)
-        elements = math.prod(_integers(match["dims"].replace("<=", "")))
-        total += math.ceil(elements * bits / 8)
-    return total
 
 
 def _integers(text: str) -> list[int]:

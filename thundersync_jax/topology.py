@@ -26,6 +26,54 @@ class TopologyError(UserError, ValueError):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Chip:
+    """Peaks of one chip as published: docs.cloud.google.com/tpu/docs/v5e, v5p and v6e.
+
+    Attributes:
+      flops_per_s: of bfloat16 products.
+      hbm_bytes: as sold, GB = 1e9; compilers state more.
+      link_bytes_per_s: of all its links, both directions together.
+      num_links: two for every axis of the torus.
+    """
+
+    flops_per_s: float
+    hbm_bytes: int
+    hbm_bytes_per_s: float
+    link_bytes_per_s: float
+    num_links: int
+
+    @property
+    def ring_bytes_per_s(self) -> float:
+        """What a chip receives over a ring along one axis of the torus: two links, inward."""
+        return self.link_bytes_per_s / self.num_links
+
+
+CHIPS = {
+    "v5e": Chip(
+        flops_per_s=197e12,
+        hbm_bytes=16 * 10**9,
+        hbm_bytes_per_s=819e9,
+        link_bytes_per_s=400e9,
+        num_links=4,
+    ),
+    "v5p": Chip(
+        flops_per_s=459e12,
+        hbm_bytes=95 * 10**9,
+        hbm_bytes_per_s=2765e9,
+        link_bytes_per_s=1200e9,
+        num_links=6,
+    ),
+    "v6e": Chip(
+        flops_per_s=918e12,
+        hbm_bytes=32 * 10**9,
+        hbm_bytes_per_s=1638e9,
+        link_bytes_per_s=800e9,
+        num_links=4,
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ProgramReport:
     """What a compiled program needs on one device.
 
@@ -58,6 +106,17 @@ def environment() -> dict[str, str]:
         # The compiler holds no chip: two processes may use it at a time.
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     }
+
+
+def chip_of(name: str) -> Chip:
+    """The chip of a topology such as "v5e:2x4". Raises TopologyError at one without known peaks."""
+    generation = name.partition(":")[0]
+    if generation not in CHIPS:
+        raise TopologyError(
+            f"topology {name!r} begins with no chip whose peaks are known. Expected one of "
+            f"{', '.join(CHIPS)}, and a grid, as in {', '.join(EXAMPLES)}"
+        )
+    return CHIPS[generation]
 
 
 def topology_devices(name: str) -> list[jax.Device]:
