@@ -122,3 +122,17 @@ def test_a_run_does_not_wait_for_what_it_does_not_use():
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=120
     )
     assert done.stdout == "set()\n", done.stdout + done.stderr
+
+
+def test_no_test_imports_a_main():
+    """Mains define flags, and two of them in one process define the same ones twice."""
+    mains = {
+        f"thundersync_jax.{path.stem}"
+        for path in ROOT.glob("*.py")
+        if "\n    run_main(" in path.read_text()
+    }
+    assert len(mains) >= 7
+    importers = {
+        path.name for path in Path(__file__).parent.glob("test_*.py") if mains & imports_of(path)
+    }
+    assert not importers

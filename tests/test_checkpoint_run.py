@@ -25,7 +25,6 @@ from thundersync_jax.config_lora import LoraSection
 from thundersync_jax.config_sections import ModelSection
 from thundersync_jax.envs.file_probe import file_probe
 from thundersync_jax.errors import ConfigError
-from thundersync_jax.export import write_words
 from thundersync_jax.frozen_policy import FrozenPolicy, find_frozen_policy, load_weights
 from thundersync_jax.initial_policy import initial_params, make_model
 from thundersync_jax.losses.objectives import make_objective
@@ -36,7 +35,7 @@ from thundersync_jax.model.presets import preset
 from thundersync_jax.model.sharded import init_on_mesh
 from thundersync_jax.model.trainable import partition
 from thundersync_jax.rollout.chat import TokenizerError, word_tokenizer
-from thundersync_jax.rollout.tokenizer_files import read_tokenizer_files
+from thundersync_jax.rollout.tokenizer_files import read_tokenizer_files, write_words
 from thundersync_jax.runtime import load_renderer
 from thundersync_jax.saved_policy import FRESH, Start, load_policy, newest_step
 from thundersync_jax.sharding import MeshShape, make_mesh

@@ -12,10 +12,10 @@ import pytest
 from test_hugging_face import everywhere
 
 from thundersync_jax.errors import ConfigError
-from thundersync_jax.import_gguf import packaged_file
 from thundersync_jax.model import transformer
 from thundersync_jax.model.import_hf import HuggingFaceDirectory
 from thundersync_jax.model.presets import ModelError
+from thundersync_jax.model.smollm2 import packaged_file
 from thundersync_jax.rollout.tokenizer_files import read_tokenizer_files
 
 gguf = pytest.importorskip("gguf", reason="the extra smollm2")

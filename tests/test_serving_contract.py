@@ -24,7 +24,8 @@ import served_run
 from serving_cases import key, request
 
 from thundersync_jax.config import resolve
-from thundersync_jax.serve import FRESH, load_engine
+from thundersync_jax.saved_policy import FRESH
+from thundersync_jax.served_policy import load_engine
 from thundersync_jax.serving.remote_client import RemotePolicyClient
 from thundersync_jax.serving.supervision import is_serving
 from thundersync_jax.serving.wire import encode_request

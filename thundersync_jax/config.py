@@ -66,11 +66,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         """Checks that need more than one section."""
-        for field in dataclasses.fields(ChatSection) if not self.tokenizer_directory else ():
-            value, default = getattr(self.chat, field.name), getattr(ChatSection(), field.name)
-            expected = f"the default {default!r} without a tokenizer that chats"
-            remedy = "Set chat.tokenizer, or model.checkpoint."
-            check(value == default, f"chat.{field.name}", value, expected, remedy)
+        self._check_chat()
         check(
             self.learner.buckets[-1] >= self.model.max_context,
             "learner.buckets",
@@ -125,6 +121,13 @@ class RunConfig:
             "policy",
             "Truncated or greedy sampling belongs in evaluation.sampling.",
         )
+
+    def _check_chat(self) -> None:
+        for field in dataclasses.fields(ChatSection) if not self.tokenizer_directory else ():
+            value, default = getattr(self.chat, field.name), getattr(ChatSection(), field.name)
+            expected = f"the default {default!r} without a tokenizer that chats"
+            remedy = "Set chat.tokenizer, or model.checkpoint."
+            check(value == default, f"chat.{field.name}", value, expected, remedy)
 
 
 def default_config() -> ConfigDict:

@@ -13,15 +13,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from absl import app, flags
 
 from thundersync_jax.command_line import run_main
 from thundersync_jax.config import RunConfig, from_dict
 from thundersync_jax.errors import ConfigError
-from thundersync_jax.rollout.chat import BOS, EOS, Tokenizer
-from thundersync_jax.rollout.tokenizer_files import copy_tokenizer_files
+from thundersync_jax.rollout.tokenizer_files import copy_tokenizer_files, write_words
 from thundersync_jax.saved_policy import FRESH, load_policy, newest_step
 from thundersync_jax.workdir import WorkDirectory
 
@@ -106,21 +104,6 @@ def _config_of(workdir: WorkDirectory) -> RunConfig:
             f"--workdir={workdir.root}: expected the directory of a run, with a config.json "
             f"({type(error).__name__}: {error})"
         ) from error
-
-
-def write_words(tokenizer: Tokenizer, to: Path, max_context: int) -> None:
-    """Writes a word tokenizer, with as many ids as its model has."""
-    content = json.loads(tokenizer.backend.to_str())
-    words = content["model"]["vocab"]
-    content["model"]["vocab"] = {w: i for w, i in words.items() if i < tokenizer.vocab_size}
-    (to / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
-    settings: dict[str, Any] = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": BOS,
-        "eos_token": EOS,
-        "model_max_length": max_context,
-    }
-    (to / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))
 
 
 if __name__ == "__main__":

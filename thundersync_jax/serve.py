@@ -15,14 +15,13 @@ import threading
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from absl import app, flags
 
 from thundersync_jax.command_line import USER_ERROR, define_config_flag, load_config, run_main
 from thundersync_jax.config import RunConfig, resolve
 from thundersync_jax.errors import ConfigError
-from thundersync_jax.saved_policy import FRESH, load_policy, newest_step
+from thundersync_jax.saved_policy import FRESH, newest_step
 from thundersync_jax.serving.supervision import (
     LOOPBACK,
     SupervisionError,
@@ -33,9 +32,6 @@ from thundersync_jax.serving.supervision import (
     reserved_port,
 )
 from thundersync_jax.workdir import WorkDirectory
-
-if TYPE_CHECKING:
-    from thundersync_jax.serving.jetstream_server import DrivenEngine
 
 _HEALTH_CHECK_S = 2.0
 _CLOSE_S = 5.0
@@ -99,6 +95,7 @@ def supervise(port: int, step: int) -> int:
 def serve(config: RunConfig, workdir: WorkDirectory, port: int, step: int) -> int:
     """Serves in this process until a signal, the supervisor's end or a fault of the engine."""
     from thundersync_jax.learner.compilation import configure
+    from thundersync_jax.served_policy import load_engine
     from thundersync_jax.serving.jetstream_server import PolicyServer
 
     threading.Thread(target=end_with_supervisor, name="supervisor", daemon=True).start()
@@ -119,22 +116,6 @@ def serve(config: RunConfig, workdir: WorkDirectory, port: int, step: int) -> in
         _say(f"threads of the server still run after {_CLOSE_S:g} s: left behind")
         os._exit(status)
     return status
-
-
-def load_engine(config: RunConfig, workdir: WorkDirectory, step: int) -> DrivenEngine:
-    """The configured engine, compiled, with the weights after `step` steps."""
-    from thundersync_jax.initial_policy import make_model
-    from thundersync_jax.runtime import load_renderer, load_suite
-    from thundersync_jax.serving.jetstream_server import DrivenEngine
-
-    tokenizer = load_renderer(config, load_suite(config.env)).tokenizer
-    workdir.check_tokenizer(tokenizer.fingerprint)
-    model = make_model(config.model, tokenizer)
-    params, version = load_policy(config, model, workdir, step)
-    engine = DrivenEngine(model, config.serving, config.model.max_context)
-    engine.warm_up(with_prefill=True)
-    engine.weights.publish(params, version)
-    return engine
 
 
 def _say(text: str) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 from tokenizers import Tokenizer as TokenizersBackend
 from tokenizers import models
 
-from thundersync_jax.rollout.chat import Tokenizer, TokenizerError, word_tokenizer
+from thundersync_jax.rollout.chat import BOS, EOS, Tokenizer, TokenizerError, word_tokenizer
 
 TEMPLATE_FILE = "chat_template.jinja"
 _CONFIG = "tokenizer_config.json"
@@ -163,3 +163,18 @@ def _json(path: Path) -> dict[str, Any]:
             f"{path}: expected a JSON object of a Hugging Face tokenizer ({error}); copy it again"
         ) from error
     return value
+
+
+def write_words(tokenizer: Tokenizer, to: Path, max_context: int) -> None:
+    """Writes a word tokenizer, with as many ids as its model has."""
+    content = json.loads(tokenizer.backend.to_str())
+    words = content["model"]["vocab"]
+    content["model"]["vocab"] = {w: i for w, i in words.items() if i < tokenizer.vocab_size}
+    (to / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+    settings: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": BOS,
+        "eos_token": EOS,
+        "model_max_length": max_context,
+    }
+    (to / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))
