@@ -47,8 +47,8 @@ def main(argv: Sequence[str]) -> int:
             f"--form={_FORM.value} --base={_BASE.value}: expected --base, the directory or name of "
             "the model beside which the adapters lie, with --form=adapter alone"
         )
-    if workdir.root.resolve() in (to.resolve(), *to.resolve().parents):
-        raise ConfigError(f"--to={to} is in the run's directory, which is only read: give another")
+    if workdir.checkpoints.resolve() in (to.resolve(), *to.resolve().parents):
+        raise ConfigError(f"--to={to} is among the run's checkpoints, which are only read")
     step = export(
         workdir,
         to,
