@@ -53,8 +53,13 @@ def describe_error(error: BaseException) -> str:
     """Type, message and place of an exception of a user's code, in one paragraph."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     where = "" if "importlib" in last.filename else f" ({last.filename}, line {last.lineno})"
+    return f"{type_and_message(error)}{where}"
+
+
+def type_and_message(error: BaseException) -> str:
+    """In one paragraph; the message is a user's code too."""
+    name = type(error).__name__
     try:
-        text = f": {textwrap.shorten(str(error), 400, placeholder=' ...')}"
-    except Exception as fault:  # the message is a user's code too
-        text = f", whose message raised {type(fault).__name__}"
-    return f"{type(error).__name__}{text}{where}"
+        return f"{name}: {textwrap.shorten(str(error), 400, placeholder=' ...')}"
+    except Exception as fault:  # whatever it raises: it must not hide the error
+        return f"{name}, whose message raised {type(fault).__name__}"

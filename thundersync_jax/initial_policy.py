@@ -28,8 +28,11 @@ DEFAULT_PRESET = "tiny"
 MAX_UNUSED_IDS = 1023
 
 
-def make_model(section: ModelSection, tokenizer: Tokenizer) -> TransformerConfig:
+def make_model(section: ModelSection, tokenizer: Tokenizer | None) -> TransformerConfig:
     """The shapes of the checkpoint or the preset, with room for every token.
+
+    Args:
+      tokenizer: None where shapes are all that is asked, as in a plan.
 
     Raises:
       ConfigError: the section contradicts the checkpoint, or its vocabulary the tokenizer's.
@@ -37,18 +40,19 @@ def make_model(section: ModelSection, tokenizer: Tokenizer) -> TransformerConfig
     """
     if section.checkpoint:
         return _checkpoint_model(section, tokenizer)
+    num_tokens = 0 if tokenizer is None else tokenizer.vocab_size
     model = preset(
         section.preset or DEFAULT_PRESET,
-        vocab_size=section.vocab_size or tokenizer.vocab_size,
+        vocab_size=section.vocab_size or num_tokens,
         dtype=section.dtype,
         remat=section.remat,
     )
     model = with_adapters(model, section.lora)
     check(
-        model.vocab_size >= tokenizer.vocab_size,
+        model.vocab_size >= num_tokens,
         "model.vocab_size",
         model.vocab_size,
-        f"at least {tokenizer.vocab_size}, for so many tokens has the tokenizer",
+        f"at least {num_tokens}, for so many tokens has the tokenizer",
         "0 takes just these; or take the tokenizer that belongs to the model.",
     )
     return model
@@ -73,7 +77,7 @@ def initial_params(model: TransformerConfig, start: Start, mesh: Mesh) -> Params
     return join(made, params)
 
 
-def _checkpoint_model(section: ModelSection, tokenizer: Tokenizer) -> TransformerConfig:
+def _checkpoint_model(section: ModelSection, tokenizer: Tokenizer | None) -> TransformerConfig:
     with HuggingFaceDirectory(Path(section.checkpoint)) as directory:
         model = dataclasses.replace(
             directory.config,
@@ -83,8 +87,7 @@ def _checkpoint_model(section: ModelSection, tokenizer: Tokenizer) -> Transforme
         )
         directory.check(model)
         _check_options(section, model, directory.max_context)
-    unused = model.vocab_size - tokenizer.vocab_size
-    if not 0 <= unused <= MAX_UNUSED_IDS:
+    if tokenizer is not None and not 0 <= model.vocab_size - tokenizer.vocab_size <= MAX_UNUSED_IDS:
         raise ConfigError(
             f"config.model.checkpoint = {section.checkpoint!r}: its config.json has a vocabulary "
             f"of {model.vocab_size} and the tokenizer one of {tokenizer.vocab_size}: expected as "

@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,10 +21,9 @@ from jax.sharding import Mesh
 from thundersync_jax import topology
 from thundersync_jax.config import RunConfig
 from thundersync_jax.config_learner import LearnerSection
-from thundersync_jax.config_sections import ModelSection
 from thundersync_jax.errors import check
 from thundersync_jax.hlo_cost import Assumed
-from thundersync_jax.initial_policy import DEFAULT_PRESET
+from thundersync_jax.initial_policy import make_model
 from thundersync_jax.learner.memory import MAX_GROUPS, MemoryPlan, Room, Sizes, check_fits, sizes_of
 from thundersync_jax.learner.optimizer import make_optimizer
 from thundersync_jax.learner.program_names import (
@@ -42,9 +40,7 @@ from thundersync_jax.learner.score import ScoreSettings
 from thundersync_jax.learner.turn_programs import TurnPrograms, held_caches
 from thundersync_jax.losses.objectives import make_objective
 from thundersync_jax.mesh_search import StepShape, fastest_meshes, groups_that_fit
-from thundersync_jax.model.import_hf import HuggingFaceDirectory
-from thundersync_jax.model.lora import with_adapters
-from thundersync_jax.model.presets import TransformerConfig, param_dtype_of, preset
+from thundersync_jax.model.presets import TransformerConfig
 from thundersync_jax.model.sharded import check_mesh
 from thundersync_jax.model.transformer import num_parameters
 from thundersync_jax.model.visible import MAX_BLOCK
@@ -75,7 +71,7 @@ def plan(
     """
     check(not config.opd.teacher, "opd.teacher", config.opd.teacher, "'': a plan is of a Learner")
     chip, devices = topology.chip_of(name), topology.topology_devices(name)
-    model = _model(config.model)
+    model = make_model(config.model, None)
     mesh = _learner_mesh(config, model, devices)
     learner = LearnerPlan(config, model, mesh, chip)
     learner.compile(announce)
@@ -285,26 +281,6 @@ def with_groups(section: LearnerSection, num_groups: int) -> LearnerSection:
     sized = [key for key in ("pool_size", "prompt_slots") if getattr(section, key) == -1]
     numbers: dict[str, Any] = dict.fromkeys(sized, num_groups)
     return dataclasses.replace(section, **numbers)
-
-
-def _model(section: ModelSection) -> TransformerConfig:
-    """Of the checkpoint or the preset; a tokenizer, which may have more tokens, is not asked."""
-    if section.checkpoint:
-        with HuggingFaceDirectory(Path(section.checkpoint)) as directory:
-            model = dataclasses.replace(
-                directory.config,
-                dtype=section.dtype,
-                param_dtype=param_dtype_of(section.dtype),
-                remat=section.remat,
-            )
-    else:
-        model = preset(
-            section.preset or DEFAULT_PRESET,
-            vocab_size=section.vocab_size,
-            dtype=section.dtype,
-            remat=section.remat,
-        )
-    return with_adapters(model, section.lora)
 
 
 def _learner_mesh(config: RunConfig, model: TransformerConfig, devices: list[jax.Device]) -> Mesh:

@@ -21,6 +21,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
+from thundersync_jax.factory import type_and_message
 from thundersync_jax.trajectory import TrajectoryKey
 
 CANCEL_GRACE_S = 1.0
@@ -40,7 +41,7 @@ def contained(phase: str, key: TrajectoryKey) -> Iterator[None]:
     except (asyncio.CancelledError, GeneratorExit):
         raise  # a left-behind phase that is closed at exit gets GeneratorExit; see `run_phase`
     except BaseException as error:  # SystemExit and its like included: it is a user's code
-        raise AttemptError(f"{phase} of {key} raised {_describe(error)}") from error
+        raise AttemptError(f"{phase} of {key} raised {type_and_message(error)}") from error
 
 
 async def run_phase(
@@ -88,15 +89,6 @@ async def to_completion(work: Coroutine[Any, Any, None]) -> None:
     task.result()
     if is_cancelled:
         raise asyncio.CancelledError
-
-
-def _describe(error: BaseException) -> str:
-    """Type and message; the message is a user's code too."""
-    name = type(error).__name__
-    try:
-        return f"{name}: {error}"
-    except Exception as fault:  # whatever it raises: it must not leave this attempt
-        return f"{name}, whose message raised {type(fault).__name__}"
 
 
 def _discard(task: asyncio.Task[Any]) -> None:
