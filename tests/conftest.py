@@ -19,6 +19,13 @@ LONGEST = (
 )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Unoptimized code is made twice as fast without the emitters that are meant to optimize it."""
+    flags, faster = os.environ.get("XLA_FLAGS", ""), "--xla_cpu_use_fusion_emitters=false"
+    if config.option.markexpr == "not slow" and faster not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {faster}"
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     rank = {f"test_{name}.py": at for at, name in enumerate(LONGEST)}
     items.sort(

@@ -30,10 +30,9 @@ from thundersync_jax.model.presets import TransformerConfig
 
 def on_eight_devices(name: str) -> Any:
     """What one of the above prints, from a process with 8 devices."""
-    flags = "--xla_force_host_platform_device_count=8"
     done = subprocess.run(
         [sys.executable, __file__, name],
-        env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"},
         capture_output=True,
         text=True,
         timeout=250,

@@ -2,7 +2,7 @@
 
     python tests/memory_run.py DATA FSDP TENSOR
 
-XLA_FLAGS=--xla_force_host_platform_device_count=N must be set before jax starts.
+JAX_NUM_CPU_DEVICES=N must be set before jax starts.
 """
 
 from __future__ import annotations

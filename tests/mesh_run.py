@@ -4,7 +4,7 @@
 
 With a rank adapters train beside every projection.
 
-XLA_FLAGS=--xla_force_host_platform_device_count=8 must be set before jax starts.
+JAX_NUM_CPU_DEVICES=8 must be set before jax starts.
 """
 
 import dataclasses

@@ -3,7 +3,7 @@ test_serving_mesh.py.
 
     python tests/serving_mesh_run.py
 
-XLA_FLAGS=--xla_force_host_platform_device_count=8 must be set before jax starts.
+JAX_NUM_CPU_DEVICES=8 must be set before jax starts.
 """
 
 from __future__ import annotations

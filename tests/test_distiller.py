@@ -352,7 +352,7 @@ def test_on_a_mesh_the_gradient_is_the_same_and_replicas_do_not_communicate():
     """Two replicas of four devices; caches for some of the trajectories, partly in the host."""
     done = subprocess.run(
         [sys.executable, str(TESTS / "turn_mesh_run.py"), "2", "2", "2"],
-        env={**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8"},
+        env={**os.environ, "JAX_NUM_CPU_DEVICES": "8"},
         capture_output=True,
         text=True,
         timeout=280,

@@ -94,10 +94,9 @@ def test_the_plan_is_the_size_of_the_live_buffers(pool_memory: str):
 
 def test_the_plan_is_all_that_lives_on_a_device_of_a_mesh():
     """Data 2 x fsdp 2 x tensor 2: every array of the process is counted, to the byte."""
-    flags = "--xla_force_host_platform_device_count=8"
     done = subprocess.run(
         [sys.executable, str(TESTS / "memory_run.py"), "2", "2", "2"],
-        env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"},
         capture_output=True,
         text=True,
         timeout=250,

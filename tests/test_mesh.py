@@ -19,7 +19,7 @@ from thundersync_jax.model.sharded import check_mesh
 from thundersync_jax.sharding import MeshError, MeshShape, make_mesh, partition_spec
 
 TESTS = Path(__file__).parent
-EIGHT = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+EIGHT = {"JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu"}
 
 
 @pytest.mark.timeout(600)

@@ -68,8 +68,7 @@ def check_on_tpu(found: dict[str, Any], model: str) -> None:
     ],
 )
 def test_replicas_do_not_communicate_before_the_update(model: str, reduction: str):
-    flags = "--xla_force_host_platform_device_count=8"
-    environment = {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    environment = {"JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu"}
     check(compiled(environment, model, reduction, "32", "16", "2", "2", "2"))
 
 

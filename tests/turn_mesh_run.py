@@ -2,7 +2,7 @@
 
     python tests/turn_mesh_run.py DATA FSDP TENSOR
 
-XLA_FLAGS=--xla_force_host_platform_device_count=8 must be set before jax starts.
+JAX_NUM_CPU_DEVICES=8 must be set before jax starts.
 """
 
 import dataclasses
