@@ -72,6 +72,23 @@ def test_a_copy_speaks_like_the_original(directory: Path, tmp_path: Path):
     assert (copy.template, copy.special_tokens) == (original.template, original.special_tokens)
 
 
+def test_a_template_has_a_fingerprint_of_all_that_shapes_its_text(directory: Path):
+    """Beside the tokenizer's own, which policies and their teachers share."""
+    found = {read_tokenizer_files(directory).template_fingerprint}
+    tokenizer = read_tokenizer_files(directory).tokenizer.fingerprint
+    assert found == {read_tokenizer_files(directory).template_fingerprint}
+    template = directory / "chat_template.jinja"
+    for change_one in (
+        lambda: write(template, TEMPLATES["llama3"] + "{# #}"),
+        lambda: change(directory, unk_token="<|eom_id|>"),
+        lambda: write(directory / "generation_config.json", {"eos_token_id": 3}),
+    ):
+        change_one()
+        found.add(read_tokenizer_files(directory).template_fingerprint)
+    assert len(found) == 4
+    assert read_tokenizer_files(directory).tokenizer.fingerprint == tokenizer
+
+
 def test_a_missing_template_is_refused(directory: Path):
     (directory / "chat_template.jinja").unlink()
     message = r"chat_template in .*tokenizer_config.json is missing: expected a chat template there"

@@ -64,7 +64,7 @@ def imitate(config: RunConfig, workdir: WorkDirectory) -> None:
         )
         print(f"{workdir.root} holds a checkpoint of step {newest} already: nothing to do")
         return
-    check_learning(config, model, tokenizer, workdir)
+    check_learning(config, model, renderer, workdir)
     checkpoints = Checkpointer(workdir.checkpoints, keep_last=config.checkpoint.keep_last)
     try:
         tasks = load_split(config, suite, workdir, config.data.train_split)

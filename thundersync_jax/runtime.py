@@ -20,7 +20,7 @@ from thundersync_jax.config import RunConfig
 from thundersync_jax.config_sampling import SamplingSection
 from thundersync_jax.config_sections import EnvSection
 from thundersync_jax.envs.base import EnvironmentSuite
-from thundersync_jax.errors import ConfigError
+from thundersync_jax.errors import ConfigError, check
 from thundersync_jax.factory import call_factory, describe_error, import_factory
 from thundersync_jax.frozen_policy import FrozenPolicy, check_weights, find_frozen_policy
 from thundersync_jax.initial_policy import initial_params, make_model
@@ -36,7 +36,7 @@ from thundersync_jax.model.presets import TransformerConfig
 from thundersync_jax.model.sharded import check_mesh, init_on_mesh
 from thundersync_jax.model.transformer import Params
 from thundersync_jax.rollout.agent import derive_seed
-from thundersync_jax.rollout.chat import Tokenizer, TokenizerError
+from thundersync_jax.rollout.chat import TokenizerError
 from thundersync_jax.rollout.chat_renderer import make_renderer
 from thundersync_jax.rollout.chat_template import ChatTemplateError
 from thundersync_jax.rollout.renderer import Renderer
@@ -115,7 +115,7 @@ async def build(
     renderer = load_renderer(config, suite)
     tokenizer = renderer.tokenizer
     model = make_model(config.model, tokenizer)
-    frozen = check_learning(config, model, tokenizer, workdir)
+    frozen = check_learning(config, model, renderer, workdir)
     mesh = make_learner_mesh(config, model)
     train_tasks = load_split(config, suite, workdir, config.data.train_split)
     eval_tasks = (
@@ -153,10 +153,13 @@ async def build(
 
 
 def check_learning(
-    config: RunConfig, model: TransformerConfig, tokenizer: Tokenizer, workdir: WorkDirectory
+    config: RunConfig, model: TransformerConfig, renderer: Renderer, workdir: WorkDirectory
 ) -> FrozenPolicy | None:
     """Raises ConfigError or ObjectiveError for what a run cannot learn; its frozen policy."""
+    tokenizer = renderer.tokenizer
     workdir.check_tokenizer(tokenizer.fingerprint)
+    workdir.check_template(renderer.template_fingerprint)
+    check_history(config, renderer)
     objective = make_objective(config.learner.objective, config.learner.objective_options)
     if config.learner.stream_turns != "never":
         check_turns(objective)
@@ -265,6 +268,21 @@ def load_split(
                 "thundersync_jax.trajectory.Task records"
             )
     return tasks
+
+
+def check_history(config: RunConfig, renderer: Renderer) -> None:
+    """Raises ConfigError where turns would be taken back that are learned from as they come."""
+    teacher, stream_turns = config.opd.teacher, config.learner.stream_turns
+    if (teacher or stream_turns != "never") and config.rollout.max_turns > 1:
+        by = f"opd.teacher = {teacher!r}" if teacher else f"learner.stream_turns = {stream_turns!r}"
+        check(
+            not renderer.rewrites_history,
+            "chat.history",
+            config.chat.history,
+            f"'append' with {by}, which learns from turns as they come, for the chat template in "
+            f"{config.tokenizer_directory} rewrites what the policy said before",
+            "" if teacher else "Or set learner.stream_turns = 'never'.",
+        )
 
 
 def _check_step(config: RunConfig, objective: Objective) -> None:

@@ -105,7 +105,12 @@ class Trainer:
             stack.callback(self._stop_profile)
             num_programs = await asyncio.to_thread(runtime.learner.warm_up)
             await asyncio.to_thread(runtime.worker.warm_up)
-            runtime.workdir.claim(self._config, tokenizer=runtime.renderer.tokenizer.fingerprint)
+            renderer = runtime.renderer
+            runtime.workdir.claim(
+                self._config,
+                tokenizer=renderer.tokenizer.fingerprint,
+                template=renderer.template_fingerprint,
+            )
             await asyncio.to_thread(self._restore)
             self._progress.resume(self._position.num_steps)
             await asyncio.to_thread(runtime.worker.start)

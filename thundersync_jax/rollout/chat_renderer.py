@@ -79,6 +79,7 @@ class ChatRenderer:
             special_tokens=files.special_tokens,
             options=section.template_options,
         )
+        self.template_fingerprint = files.template_fingerprint
         self.keeps_history = section.history == "append"
         self.traits = traits_of(self.template, self.control)
         self.stop_ids = files.end_ids | {self.traits.end_id}
@@ -105,6 +106,18 @@ class ChatRenderer:
             messages[0]["content"] = f"{messages[0]['content']}\n\n{told}"
             return messages
         return [{"role": "system", "content": told}, *messages]
+
+    @property
+    def rewrites_history(self) -> bool:
+        """The template shows something else than was said where a user answers what was said, with
+        reasoning or without. Raises ChatTemplateError for one that cannot go on.
+        """
+        return any(map(self._is_rewritten, ("x", f"{_THINK}\nx\n{_END_THINK}\n\nx")))
+
+    def _is_rewritten(self, said: str) -> bool:
+        conversation = _Chat(self, [{"role": "user", "content": "x"}])
+        conversation.hear((*self.control.encode(said), self.traits.end_id))
+        return conversation.answer(Observation(text="x"), max_tokens=100).is_rewritten
 
     def render(self, messages: _Messages) -> str:
         """The template's text up to where the next turn begins."""

@@ -12,6 +12,7 @@ What is missing or does not fit is a `TokenizerError` that names the file. Only 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import shutil
 from collections.abc import Mapping
@@ -45,6 +46,12 @@ class TokenizerFiles:
     end_ids: frozenset[int]
     template: str
     template_name: str
+
+    @property
+    def template_fingerprint(self) -> str:
+        """Equal for templates that say the same with the same tokens, and the same ends."""
+        described = repr((self.template, sorted(self.special_tokens.items()), sorted(self.end_ids)))
+        return hashlib.sha256(described.encode()).hexdigest()[:16]
 
     @property
     def has_words(self) -> bool:
