@@ -28,7 +28,7 @@ from thundersync_jax.rollout.chat_renderer import ChatRenderer, make_renderer
 from thundersync_jax.rollout.chat_template import ChatTemplate, ChatTemplateError
 from thundersync_jax.rollout.rollout import RolloutRunner
 from thundersync_jax.rollout.tool_calls import TOOL_FORMATS
-from thundersync_jax.runtime import check_history
+from thundersync_jax.runtime import check_history, check_prompt
 from thundersync_jax.trajectory import Rollout, Task, ToolCall, Verdict
 
 PROBE = Tool(
@@ -543,6 +543,42 @@ def test_a_suite_without_tools_or_messages_says_its_instruction(tmp_path: Path):
     assert renderer.messages(TASK) == [{"role": "user", "content": TASK.instruction}]
     action = renderer.begin(TASK).hear(renderer.tokenizer.encode("<tool_call>{<|im_end|>"))
     assert action == Action(text="<tool_call>{")
+
+
+@pytest.mark.parametrize(
+    ("tools", "message"),
+    [
+        (None, r"are None: expected a sequence of .*Tool, \(\) for none"),
+        (PROBE, r"are Tool\(name='probe'.*: expected a sequence"),
+        ([PROBE.schema], r"are \[{'type': 'function'.*: expected a sequence"),
+        ([PROBE, PROBE], r"several tools named \['probe'\]: expected one of each name"),
+    ],
+)
+def test_tools_that_are_none_are_refused(tools: Any, message: str, tmp_path: Path):
+    suite = GuessSuite()
+    suite.tools = tools
+    with pytest.raises(ConfigError, match=message):
+        renderer_of(tmp_path, "qwen3", suite)
+
+
+@pytest.mark.parametrize("given", [None, [], "hello", [{"role": "user", "content": "hello"}]])
+def test_messages_that_are_none_are_refused(given: Any, tmp_path: Path):
+    suite = GuessSuite()
+    suite.messages = lambda task: given
+    renderer = renderer_of(tmp_path, "qwen3", suite)
+    with pytest.raises(
+        ConfigError, match=r"task 'secret': messages.* gave .*expected a sequence of"
+    ):
+        check_prompt(TASK, renderer, 1000)
+
+
+@pytest.mark.parametrize("name", ["enable_thinkin", "messages"])
+def test_an_option_that_a_template_does_not_read_is_refused(name: str, tmp_path: Path):
+    message = (
+        rf"template_options has \['{name}'\], which .*jinja does not read: .*'enable_thinking'"
+    )
+    with pytest.raises(ChatTemplateError, match=message):
+        renderer_of(tmp_path, "qwen3", template_options={name: False})
 
 
 @pytest.mark.parametrize(

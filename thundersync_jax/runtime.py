@@ -20,7 +20,7 @@ from thundersync_jax.config import RunConfig
 from thundersync_jax.config_sampling import SamplingSection
 from thundersync_jax.config_sections import EnvSection
 from thundersync_jax.envs.base import EnvironmentSuite
-from thundersync_jax.errors import ConfigError, check
+from thundersync_jax.errors import ConfigError, UserError, check
 from thundersync_jax.factory import call_factory, describe_error, import_factory
 from thundersync_jax.frozen_policy import FrozenPolicy, check_weights, find_frozen_policy
 from thundersync_jax.initial_policy import initial_params, make_model
@@ -36,9 +36,7 @@ from thundersync_jax.model.presets import TransformerConfig
 from thundersync_jax.model.sharded import check_mesh, init_on_mesh
 from thundersync_jax.model.transformer import Params
 from thundersync_jax.rollout.agent import derive_seed
-from thundersync_jax.rollout.chat import TokenizerError
 from thundersync_jax.rollout.chat_renderer import make_renderer
-from thundersync_jax.rollout.chat_template import ChatTemplateError
 from thundersync_jax.rollout.renderer import Renderer
 from thundersync_jax.rollout.rollout import RolloutRunner
 from thundersync_jax.rollout.scoring import TurnListener
@@ -300,7 +298,7 @@ def check_prompt(task: Task, renderer: Renderer, max_context: int) -> None:
     """Raises ConfigError unless the task has a prompt that leaves room for a token."""
     try:
         num_tokens = len(renderer.prompt_ids(task))
-    except (TokenizerError, ChatTemplateError) as error:
+    except UserError as error:
         raise ConfigError(f"the prompt of task {task.task_id!r}: {error}") from error
     except Exception as error:  # a user's suite, whatever it raises or returns
         raise ConfigError(

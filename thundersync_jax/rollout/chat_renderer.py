@@ -28,11 +28,12 @@ Who calls it: `agent.Agent`, through `renderer.Conversation`.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from thundersync_jax.config_chat import ChatSection
 from thundersync_jax.envs.base import Action, EnvironmentSuite, Message, Observation
-from thundersync_jax.envs.tools import Tool, misfit_of
+from thundersync_jax.envs.tools import check_tools, misfit_of
 from thundersync_jax.errors import ConfigError
 from thundersync_jax.rollout.chat import TokenizerError
 from thundersync_jax.rollout.chat_template import ChatTemplate, ChatTemplateError
@@ -83,7 +84,7 @@ class ChatRenderer:
         self.keeps_history = section.history == "append"
         self.traits = traits_of(self.template, self.control)
         self.stop_ids = files.end_ids | {self.traits.end_id}
-        self.tools: tuple[Tool, ...] = tuple(getattr(suite, "tools", ()))
+        self.tools = check_tools(getattr(suite, "tools", ()))
         self._format_name = self._choose_format(section.tool_format)
         self._format = TOOL_FORMATS[self._format_name]
 
@@ -97,6 +98,13 @@ class ChatRenderer:
         """What an attempt starts from, with the tools where the template does not describe them."""
         make = getattr(self._suite, "messages", None)
         given = make(task) if make else [Message(role="user", content=task.instruction)]
+        is_sequence = isinstance(given, Sequence) and len(given) > 0
+        if not is_sequence or not all(isinstance(message, Message) for message in given):
+            raise ConfigError(
+                f"messages(task) of the environment's suite gave {given!r:.200} for "
+                f"{task.task_id!r}: expected a sequence of thundersync_jax.envs.base.Message, at "
+                "least one"
+            )
         quote = self.control.quote
         messages = [{"role": m.role, "content": quote(m.content, _SAYABLE)} for m in given]
         if not self.tools or self._is_told_by_template:

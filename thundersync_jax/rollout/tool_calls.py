@@ -102,6 +102,8 @@ def _parse_hermes(text: str) -> Parsed:
                     f"a {_OPEN} is not closed by {_CLOSE} after its JSON, but goes on with "
                     f"{rest[:40]!r}"
                 )
+            if value == []:
+                raise _MalformedCallError(f"a {_OPEN} holds an empty list: expected a call in it")
             calls += [
                 _call(v, "arguments") for v in (value if isinstance(value, list) else [value])
             ]
