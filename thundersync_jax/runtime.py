@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from thundersync_jax.config import RunConfig
 from thundersync_jax.config_sampling import SamplingSection
 from thundersync_jax.config_sections import EnvSection
-from thundersync_jax.envs.base import EnvironmentSuite
+from thundersync_jax.envs.base import Attempt, EnvironmentSuite
 from thundersync_jax.errors import ConfigError, UserError, check
 from thundersync_jax.factory import call_factory, describe_error, import_factory
 from thundersync_jax.frozen_policy import FrozenPolicy, check_weights, find_frozen_policy
@@ -37,6 +37,7 @@ from thundersync_jax.model.sharded import check_mesh, init_on_mesh
 from thundersync_jax.model.transformer import Params
 from thundersync_jax.rollout.agent import derive_seed
 from thundersync_jax.rollout.chat_renderer import make_renderer
+from thundersync_jax.rollout.phases import AttemptError, run_phase
 from thundersync_jax.rollout.renderer import Renderer
 from thundersync_jax.rollout.rollout import RolloutRunner
 from thundersync_jax.rollout.scoring import TurnListener
@@ -48,7 +49,7 @@ from thundersync_jax.serving.memory import device_bytes
 from thundersync_jax.serving.scorer import Scorer
 from thundersync_jax.serving.worker import ServingWorker
 from thundersync_jax.sharding import MeshShape, make_mesh
-from thundersync_jax.trajectory import Task
+from thundersync_jax.trajectory import Task, TrajectoryKey
 from thundersync_jax.workdir import WorkDirectory
 
 _SPLIT_REMEDY = "Name splits that it has in config.data.train_split and config.data.eval_split"
@@ -128,6 +129,7 @@ async def build(
     sandboxes, sandbox_report = await open_pool(config.sandbox)
     lacks = f", which does not enforce {', '.join(sandbox_report.unenforced)}"
     announce(f"tools run in {sandbox_report.backend}{lacks if sandbox_report.unenforced else ''}")
+    await check_environment(config, suite, train_tasks[0], sandboxes, announce)
     announce("compiling; the work directory keeps the programs")
     scored_by = None if frozen is None else frozen.model
     await asyncio.to_thread(compile_apart, warm_up, config, model, scored_by)
@@ -183,7 +185,40 @@ def warm_up(
 def load_suite(env: EnvSection) -> EnvironmentSuite:
     """Imports and calls `env.factory` with `env.options`."""
     factory = import_factory(env.factory, "env.factory")
-    return call_factory(factory, env.factory, env.options, "env.options")
+    suite = call_factory(factory, env.factory, env.options, "env.options")
+    solved = getattr(suite, "solved_reward", None)
+    if not callable(getattr(suite, "make", None)) or not isinstance(solved, int | float):
+        raise ConfigError(
+            f"config.env.factory = {env.factory!r} returned {suite!r:.80}: expected a suite of "
+            "environments, which has make(attempt) and a number solved_reward; see envs/base.py"
+        )
+    return suite
+
+
+async def check_environment(
+    config: RunConfig,
+    suite: EnvironmentSuite,
+    task: Task,
+    sandboxes: SandboxPool,
+    announce: Callable[[str], None],
+) -> None:
+    """Makes one environment and closes it; ConfigError where all attempts would fail."""
+    key = TrajectoryKey(step=0, group=0, index=0)
+    name = f"make(attempt) of {config.env.factory}, for task {task.task_id!r},"
+    try:
+        environment = suite.make(Attempt(key=key, task=task, seed=0, sandboxes=sandboxes))
+    except (Exception, SystemExit) as error:  # a user's code, whatever it raises
+        raise ConfigError(f"{name} raised {describe_error(error)}. Mend the suite") from error
+    phases = ("reset", "step", "grade", "close")
+    if missing := [m for m in phases if not callable(getattr(environment, m, None))]:
+        raise ConfigError(
+            f"{name} returned {environment!r:.80}, which has no {', '.join(missing)}: expected an "
+            "environment, see envs/base.py"
+        )
+    try:
+        await run_phase("close", key, config.rollout.reset_timeout_s, lambda: environment.close())
+    except AttemptError as error:
+        announce(f"an environment that was not reset cannot be closed: {error}")
 
 
 def load_renderer(config: RunConfig, suite: EnvironmentSuite) -> Renderer:
@@ -250,7 +285,7 @@ def load_split(
                 data.builder, options=data.options, split=split, data_dir=workdir.data
             )
         tasks = suite.tasks(split)
-    except (ValueError, KeyError, TypeError, ImportError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
         source = data.builder or config.env.factory
         raise ConfigError(
             f"{source} gives no tasks for the split {split!r}: {error}. {_SPLIT_REMEDY}"
