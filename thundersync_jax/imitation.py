@@ -50,6 +50,7 @@ def imitate(config: RunConfig, workdir: WorkDirectory) -> None:
         "chat.tokenizer" if config.chat.tokenizer else "model.checkpoint",
         config.tokenizer_directory,
         "'' or a vocabulary of words: demonstrations are in those of the environment",
+        "A model that chats is trained as it is, by `train`.",
     )
     tokenizer = renderer.tokenizer
     model = make_model(config.model, tokenizer)
