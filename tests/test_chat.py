@@ -17,7 +17,6 @@ import pytest
 from chat_models import TEMPLATES, write_tokenizer
 from test_scoring import FakeScoreClient
 
-from thundersync_jax.config import RunConfig, default_config, resolve
 from thundersync_jax.config_chat import ChatSection
 from thundersync_jax.config_sampling import SamplingSection
 from thundersync_jax.config_sections import RolloutSection
@@ -28,7 +27,6 @@ from thundersync_jax.rollout.chat_renderer import ChatRenderer, make_renderer
 from thundersync_jax.rollout.chat_template import ChatTemplate, ChatTemplateError
 from thundersync_jax.rollout.rollout import RolloutRunner
 from thundersync_jax.rollout.tool_calls import TOOL_FORMATS
-from thundersync_jax.runtime import check_history, check_prompt
 from thundersync_jax.trajectory import Rollout, Task, ToolCall, Verdict
 
 PROBE = Tool(
@@ -307,48 +305,6 @@ def test_turns_that_are_streamed_refuse_a_rewritten_history_by_name(scorer: Any,
     assert "config.chat.history = 'append'" in str(verdict.failure) and not it.contents
 
 
-def streaming(**sections: Any) -> RunConfig:
-    config = default_config()
-    config.chat.tokenizer = "DIR"
-    for name, value in sections.items():
-        section, _, key = name.partition("__")
-        config[section][key] = value
-    return resolve(config)
-
-
-BY_TURNS = [{"learner__stream_turns": "idle"}, {"opd__teacher": "runs/teacher"}]
-
-
-@pytest.mark.parametrize("section", BY_TURNS)
-@pytest.mark.parametrize("family", TEMPLATES)
-def test_a_template_that_rewrites_is_refused_where_turns_are_learned_as_they_come(
-    family: str, section: dict[str, Any], tmp_path: Path
-):
-    rewrites = family in ("qwen3", "reasoner")
-    kept = renderer_of(tmp_path, family, history="append")
-    check_history(streaming(chat__history="append", **section), kept)
-    renderer = renderer_of(tmp_path, family)
-    check_history(streaming(), renderer)
-    check_history(streaming(rollout__max_turns=1, **section), renderer)
-    config = streaming(**section)
-    if not rewrites:
-        return check_history(config, renderer)
-    (name,) = section
-    message = (
-        rf"chat.history = 'template': expected 'append' with {name.replace('__', '.')} = .*DIR"
-    )
-    remedy = " rewrites .*" + (
-        "" if config.opd.teacher else "Or set learner.stream_turns = 'never'"
-    )
-    with pytest.raises(ConfigError, match=message + remedy):
-        check_history(config, renderer)
-
-
-def test_a_template_without_thinking_rewrites_what_it_opened_itself(tmp_path: Path):
-    thinks = renderer_of(tmp_path, "qwen3", template_options={"enable_thinking": False})
-    assert thinks.rewrites_history
-
-
 def test_a_turn_that_was_cut_gets_the_templates_end_and_nobody_sampled_it(tmp_path: Path):
     it = chat(tmp_path, "qwen2.5", ["a long story"] * 2, max_turn_tokens=5)
     tokens, end = it.rollout.tokens, it.renderer.traits.end_id
@@ -543,42 +499,6 @@ def test_a_suite_without_tools_or_messages_says_its_instruction(tmp_path: Path):
     assert renderer.messages(TASK) == [{"role": "user", "content": TASK.instruction}]
     action = renderer.begin(TASK).hear(renderer.tokenizer.encode("<tool_call>{<|im_end|>"))
     assert action == Action(text="<tool_call>{")
-
-
-@pytest.mark.parametrize(
-    ("tools", "message"),
-    [
-        (None, r"are None: expected a sequence of .*Tool, \(\) for none"),
-        (PROBE, r"are Tool\(name='probe'.*: expected a sequence"),
-        ([PROBE.schema], r"are \[{'type': 'function'.*: expected a sequence"),
-        ([PROBE, PROBE], r"several tools named \['probe'\]: expected one of each name"),
-    ],
-)
-def test_tools_that_are_none_are_refused(tools: Any, message: str, tmp_path: Path):
-    suite = GuessSuite()
-    suite.tools = tools
-    with pytest.raises(ConfigError, match=message):
-        renderer_of(tmp_path, "qwen3", suite)
-
-
-@pytest.mark.parametrize("given", [None, [], "hello", [{"role": "user", "content": "hello"}]])
-def test_messages_that_are_none_are_refused(given: Any, tmp_path: Path):
-    suite = GuessSuite()
-    suite.messages = lambda task: given
-    renderer = renderer_of(tmp_path, "qwen3", suite)
-    with pytest.raises(
-        ConfigError, match=r"task 'secret': messages.* gave .*expected a sequence of"
-    ):
-        check_prompt(TASK, renderer, 1000)
-
-
-@pytest.mark.parametrize("name", ["enable_thinkin", "messages"])
-def test_an_option_that_a_template_does_not_read_is_refused(name: str, tmp_path: Path):
-    message = (
-        rf"template_options has \['{name}'\], which .*jinja does not read: .*'enable_thinking'"
-    )
-    with pytest.raises(ChatTemplateError, match=message):
-        renderer_of(tmp_path, "qwen3", template_options={name: False})
 
 
 @pytest.mark.parametrize(

@@ -131,8 +131,8 @@ class ControlTokens:
         letters = self._plain.encode(name, add_special_tokens=False).ids
         if not self.ids.isdisjoint(letters):
             raise TokenizerError(
-                f"the tokenizer has no other ids for the letters of {name!r}, which an environment "
-                "said, than the control token: change what it says"
+                f"the tokenizer has no other ids for the letters of {name!r}, which were spelled, "
+                "than the control token: change what the environment says"
             )
         return tuple(letters)
 
