@@ -1,4 +1,4 @@
-"""What a run refuses of a chat template, and of a suite that speaks through one, before it starts."""
+"""What a run refuses, before it starts, of a chat template and of a suite that speaks by one."""
 
 from __future__ import annotations
 
