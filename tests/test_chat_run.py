@@ -75,6 +75,8 @@ def test_history_that_is_kept_is_one_segment(programs: Path, tmp_path: Path):
     for line in train(workdir, programs, f"--config.chat.tokenizer={directory}"):
         assert line["num_failed"] == line["num_rewrites"] == line["malformed_calls"] == 0
         assert line["logprob_gap_max"] <= 1e-5
+    claimed = json.loads((workdir / "config.json").read_text())
+    assert claimed["template"] == read_tokenizer_files(directory).template_fingerprint
     for trajectory in lines_of(workdir, 1):
         turns = trajectory["turns"]
         assert len(turns) == 3

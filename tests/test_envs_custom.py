@@ -11,9 +11,10 @@ import pytest
 from sandbox_cases import pool
 
 from thundersync_jax.config import RunConfig, resolve
+from thundersync_jax.config_sections import EnvSection
 from thundersync_jax.envs.base import Action, Attempt
 from thundersync_jax.errors import ConfigError
-from thundersync_jax.runtime import check_prompt, load_split
+from thundersync_jax.runtime import check_environment, check_prompt, load_split, load_suite
 from thundersync_jax.trajectory import Task, TrajectoryKey
 from thundersync_jax.workdir import WorkDirectory
 
@@ -56,3 +57,48 @@ def test_tasks_and_prompts_that_are_none_are_refused(tmp_path):
     renderer = types.SimpleNamespace(prompt_ids=lambda task: None + 1)
     with pytest.raises(ConfigError, match=r"the prompt of task 't': TypeError.* mend the suite"):
         check_prompt(Task(task_id="t", instruction=""), renderer, max_context=8)
+
+
+def returns_none() -> None:
+    return None
+
+
+@pytest.mark.parametrize("name", ["test_envs_custom:returns_none", "test_envs_custom:Path"])
+def test_a_factory_of_no_suite_is_refused(name: str):
+    with pytest.raises(ConfigError, match=rf"factory = '{name}' returned .*expected a suite"):
+        load_suite(EnvSection(factory=name))
+
+
+def with_environment(environment: object) -> list[str]:
+    """What is announced of it."""
+    said: list[str] = []
+    suite = types.SimpleNamespace(make=lambda attempt: environment)
+    task = Task(task_id="t", instruction="")
+    asyncio.run(check_environment(RunConfig(), suite, task, None, said.append))
+    return said
+
+
+async def phase() -> None: ...
+
+
+WHOLE = {"reset": phase, "step": phase, "grade": phase, "close": phase}
+
+
+def test_an_environment_that_is_none_is_refused_at_the_start():
+    with pytest.raises(
+        ConfigError, match=r"'t', returned None, which has no reset, step, grade, c"
+    ):
+        with_environment(None)
+    with pytest.raises(ConfigError, match="which has no grade: expected an environment"):
+        with_environment(types.SimpleNamespace(**WHOLE | {"grade": None}))
+    suite = types.SimpleNamespace(make=lambda attempt: attempt.sandbox)
+    with pytest.raises(ConfigError, match=r"raised AttributeError: .*sandbox.*Mend the suite"):
+        asyncio.run(
+            check_environment(RunConfig(), suite, Task(task_id="t", instruction=""), None, print)
+        )
+
+
+def test_an_environment_that_is_one_is_closed_and_may_fail_to():
+    assert with_environment(types.SimpleNamespace(**WHOLE)) == []
+    (said,) = with_environment(types.SimpleNamespace(**WHOLE | {"close": lambda: None}))
+    assert "that was not reset cannot be closed" in said

@@ -159,6 +159,9 @@ def test_a_work_directory_resumes_its_own_configuration_only(tmp_path: Path):
     workdir.check_tokenizer("0")
     with pytest.raises(ConfigError, match=r"a tokenizer of fingerprint 0, and .* now has 1"):
         workdir.check_tokenizer("1")
+    workdir.check_template("")
+    with pytest.raises(ConfigError, match=r"a chat template of fingerprint none, and .* now has 1"):
+        workdir.check_template("1")
     workdir.config.write_text("{")
     with pytest.raises(ConfigError, match=r"config.json cannot be read"):
         workdir.open(RunConfig())

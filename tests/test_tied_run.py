@@ -6,14 +6,19 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import fakes
+import pytest
 import small_run
 from ml_collections import ConfigDict
 from test_coordinator import World
 
 from thundersync_jax.coordinator.coordinator import Coordinator
+from thundersync_jax.coordinator.step_run import StepResult
 from thundersync_jax.metrics import read_jsonl
+from thundersync_jax.trainer import warnings_of
 from thundersync_jax.trajectory import Rollout, Task, TrajectoryKey, Verdict
 
 TESTS = Path(__file__).parent
@@ -47,6 +52,35 @@ async def half_broken(
     if key.index % 2:
         return Verdict(failure="no sandbox")
     return await graded_one(key, task, prompt_ids, on_content)
+
+
+@pytest.mark.parametrize(
+    ("groups", "said"),
+    [
+        ([[1.0, 1.0], [0.0, 0.0, None]], ["2 of 2 groups have equal rewards (mean 0.5)"]),
+        ([[1.0, None], [None, None]], ["2 of 2 groups have fewer than two rewards"]),
+        ([[1.0, 1.0], [0.0, None]], ["1 of 2 groups have equal", "1 of 2 groups have fewer"]),
+    ],
+)
+def test_a_step_without_an_update_says_what_its_groups_lack(
+    groups: list[list[float | None]], said: list[str]
+):
+    """None is the reward of an attempt that failed: one survivor ties with nobody."""
+    records = [
+        SimpleNamespace(
+            key=TrajectoryKey(step=7, group=group, index=index),
+            verdict=Verdict(failure="broke") if reward is None else Verdict(reward=reward),
+        )
+        for group, rewards in enumerate(groups)
+        for index, reward in enumerate(rewards)
+    ]
+    report = SimpleNamespace(is_empty=True, reward_mean=0.5, zero_variance_groups=len(groups))
+    warnings = warnings_of(
+        cast(StepResult, SimpleNamespace(step=7, records=records, report=report))
+    )
+    reasons = ("groups have equal", "groups have fewer")
+    assert sum(reason in warnings[-1] for reason in reasons) == len(said)
+    assert "step 7: no update, for" in warnings[-1] and all(part in warnings[-1] for part in said)
 
 
 def stop_reason(path: Path, attempts: Callable, num_steps: int = 1) -> tuple[World, str | None]:

@@ -72,6 +72,34 @@ def test_a_copy_speaks_like_the_original(directory: Path, tmp_path: Path):
     assert (copy.template, copy.special_tokens) == (original.template, original.special_tokens)
 
 
+def test_a_template_has_a_fingerprint_of_all_that_shapes_its_text(directory: Path):
+    """Beside the tokenizer's own, which policies and their teachers share."""
+    found = {read_tokenizer_files(directory).template_fingerprint}
+    tokenizer = read_tokenizer_files(directory).tokenizer.fingerprint
+    assert found == {read_tokenizer_files(directory).template_fingerprint}
+    template = directory / "chat_template.jinja"
+    for change_one in (
+        lambda: write(template, TEMPLATES["llama3"] + "{# #}"),
+        lambda: change(directory, unk_token="<|eom_id|>"),
+        lambda: write(directory / "generation_config.json", {"eos_token_id": 3}),
+    ):
+        change_one()
+        found.add(read_tokenizer_files(directory).template_fingerprint)
+    assert len(found) == 4
+    assert read_tokenizer_files(directory).tokenizer.fingerprint == tokenizer
+
+
+def test_an_end_that_is_null_leaves_the_tokenizers_own(directory: Path):
+    write(directory / "generation_config.json", {"eos_token_id": None})
+    assert read_tokenizer_files(directory).end_ids == {2}
+
+
+def test_a_template_that_is_no_text_is_refused(directory: Path):
+    (directory / "chat_template.jinja").write_bytes("{{ 'ü' }}".encode("latin-1"))
+    with pytest.raises(TokenizerError, match=r"chat_template.jinja: expected a text in UTF-8"):
+        read_tokenizer_files(directory)
+
+
 def test_a_missing_template_is_refused(directory: Path):
     (directory / "chat_template.jinja").unlink()
     message = r"chat_template in .*tokenizer_config.json is missing: expected a chat template there"
@@ -88,8 +116,19 @@ def test_a_missing_template_is_refused(directory: Path):
         ("tokenizer_config.json", "[]", "expected a JSON object .*it is a list"),
         ("tokenizer_config.json", "{", "tokenizer_config.json: expected a JSON object"),
         ("tokenizer_config.json", {"eos_token": "<end>"}, "eos_token '<end>', and tokenizer.json"),
-        ("generation_config.json", {"eos_token_id": [1, 9999]}, "eos_token_id 9999, and .* below"),
-        ("generation_config.json", {"eos_token_id": "x"}, "names the eos_token_id 'x'"),
+        ("generation_config.json", {"eos_token_id": [1, 9999]}, "eos_token_id 9999: .* below"),
+        (
+            "generation_config.json",
+            {"eos_token_id": "x"},
+            "names the eos_token_id 'x': expected nu",
+        ),
+        ("generation_config.json", {"eos_token_id": [[1]]}, r"names the eos_token_id \[1\]: expec"),
+        (
+            "generation_config.json",
+            {"eos_token_id": {}},
+            "names the eos_token_id {}: expected null",
+        ),
+        ("generation_config.json", {"eos_token_id": True}, "names the eos_token_id True: expected"),
     ],
 )
 def test_files_that_are_missing_or_disagree_are_refused_by_name(

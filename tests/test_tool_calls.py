@@ -120,6 +120,10 @@ def test_one_bad_call_stops_all_of_its_turn() -> None:
     assert parse("hermes", f"{good} <tool_call>oops</tool_call>").calls == ()
 
 
+def test_a_list_of_no_calls_is_malformed() -> None:
+    assert "holds an empty list" in parse("hermes", "<tool_call>[]</tool_call>").error
+
+
 def test_llama_calls_may_have_a_tag_before_them() -> None:
     text = '<|python_tag|>{"name": "x", "parameters": {}}'
     assert parse("llama_json", text).calls == (ToolCall(name="x"),)
@@ -167,9 +171,19 @@ def test_a_tool_that_there_is_not_is_named_with_those_that_there_are() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"name": ""}, "a tool named ''"),
-        ({"required": ("size",)}, r"requires \['size'\] besides its parameters"),
+        ({"name": ""}, "the tool ''"),
+        ({"name": 3}, "tool 3: expected a name and a description, both str"),
+        ({"description": None}, "tool 'look': expected a name and a description, both str"),
+        ({"required": ("size",)}, r"tool 'look' requires \['size'\]: expected some of \[\]"),
+        ({"required": "path"}, "tool 'look' has required = 'path': expected a list of names"),
+        ({"parameters": ["path"]}, r"has properties = \['path'\]: expected an object of schemas"),
+        ({"parameters": {"path": "string"}}, "'path' of the tool 'look' is 'string': expected a J"),
         ({"parameters": {"path": {"type": "text"}}}, "'path' of the tool 'look' has the type 'tex"),
+        ({"parameters": {"path": {"type": None}}}, "has the type None: expected one of"),
+        ({"parameters": {"path": {"enum": 5}}}, "has enum = 5: expected a list of values"),
+        ({"parameters": {"path": {"items": 5}}}, "an item of property 'path' .* is 5: expected"),
+        ({"parameters": {"path": {"properties": {"x": 5}}}}, "'x' of property 'path' .* is 5"),
+        ({"parameters": {"path": {"default": {5}}}}, "a schema that is not JSON: .*set"),
     ],
 )
 def test_tools_that_cannot_be_are_refused(changes: dict[str, Any], message: str) -> None:

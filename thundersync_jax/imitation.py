@@ -50,6 +50,7 @@ def imitate(config: RunConfig, workdir: WorkDirectory) -> None:
         "chat.tokenizer" if config.chat.tokenizer else "model.checkpoint",
         config.tokenizer_directory,
         "'' or a vocabulary of words: demonstrations are in those of the environment",
+        "A model that chats is trained as it is, by `train`.",
     )
     tokenizer = renderer.tokenizer
     model = make_model(config.model, tokenizer)
@@ -64,7 +65,7 @@ def imitate(config: RunConfig, workdir: WorkDirectory) -> None:
         )
         print(f"{workdir.root} holds a checkpoint of step {newest} already: nothing to do")
         return
-    check_learning(config, model, tokenizer, workdir)
+    check_learning(config, model, renderer, workdir)
     checkpoints = Checkpointer(workdir.checkpoints, keep_last=config.checkpoint.keep_last)
     try:
         tasks = load_split(config, suite, workdir, config.data.train_split)

@@ -19,8 +19,8 @@ from jax.sharding import Mesh
 from thundersync_jax.config import RunConfig
 from thundersync_jax.config_sampling import SamplingSection
 from thundersync_jax.config_sections import EnvSection
-from thundersync_jax.envs.base import EnvironmentSuite
-from thundersync_jax.errors import ConfigError
+from thundersync_jax.envs.base import Attempt, EnvironmentSuite
+from thundersync_jax.errors import ConfigError, UserError, check
 from thundersync_jax.factory import call_factory, describe_error, import_factory
 from thundersync_jax.frozen_policy import FrozenPolicy, check_weights, find_frozen_policy
 from thundersync_jax.initial_policy import initial_params, make_model
@@ -36,9 +36,8 @@ from thundersync_jax.model.presets import TransformerConfig
 from thundersync_jax.model.sharded import check_mesh, init_on_mesh
 from thundersync_jax.model.transformer import Params
 from thundersync_jax.rollout.agent import derive_seed
-from thundersync_jax.rollout.chat import Tokenizer, TokenizerError
 from thundersync_jax.rollout.chat_renderer import make_renderer
-from thundersync_jax.rollout.chat_template import ChatTemplateError
+from thundersync_jax.rollout.phases import AttemptError, run_phase
 from thundersync_jax.rollout.renderer import Renderer
 from thundersync_jax.rollout.rollout import RolloutRunner
 from thundersync_jax.rollout.scoring import TurnListener
@@ -50,7 +49,7 @@ from thundersync_jax.serving.memory import device_bytes
 from thundersync_jax.serving.scorer import Scorer
 from thundersync_jax.serving.worker import ServingWorker
 from thundersync_jax.sharding import MeshShape, make_mesh
-from thundersync_jax.trajectory import Task
+from thundersync_jax.trajectory import Task, TrajectoryKey
 from thundersync_jax.workdir import WorkDirectory
 
 _SPLIT_REMEDY = "Name splits that it has in config.data.train_split and config.data.eval_split"
@@ -115,7 +114,7 @@ async def build(
     renderer = load_renderer(config, suite)
     tokenizer = renderer.tokenizer
     model = make_model(config.model, tokenizer)
-    frozen = check_learning(config, model, tokenizer, workdir)
+    frozen = check_learning(config, model, renderer, workdir)
     mesh = make_learner_mesh(config, model)
     train_tasks = load_split(config, suite, workdir, config.data.train_split)
     eval_tasks = (
@@ -130,6 +129,7 @@ async def build(
     sandboxes, sandbox_report = await open_pool(config.sandbox)
     lacks = f", which does not enforce {', '.join(sandbox_report.unenforced)}"
     announce(f"tools run in {sandbox_report.backend}{lacks if sandbox_report.unenforced else ''}")
+    await check_environment(config, suite, train_tasks[0], sandboxes, announce)
     announce("compiling; the work directory keeps the programs")
     scored_by = None if frozen is None else frozen.model
     await asyncio.to_thread(compile_apart, warm_up, config, model, scored_by)
@@ -153,10 +153,13 @@ async def build(
 
 
 def check_learning(
-    config: RunConfig, model: TransformerConfig, tokenizer: Tokenizer, workdir: WorkDirectory
+    config: RunConfig, model: TransformerConfig, renderer: Renderer, workdir: WorkDirectory
 ) -> FrozenPolicy | None:
     """Raises ConfigError or ObjectiveError for what a run cannot learn; its frozen policy."""
+    tokenizer = renderer.tokenizer
     workdir.check_tokenizer(tokenizer.fingerprint)
+    workdir.check_template(renderer.template_fingerprint)
+    check_history(config, renderer)
     objective = make_objective(config.learner.objective, config.learner.objective_options)
     if config.learner.stream_turns != "never":
         check_turns(objective)
@@ -182,7 +185,40 @@ def warm_up(
 def load_suite(env: EnvSection) -> EnvironmentSuite:
     """Imports and calls `env.factory` with `env.options`."""
     factory = import_factory(env.factory, "env.factory")
-    return call_factory(factory, env.factory, env.options, "env.options")
+    suite = call_factory(factory, env.factory, env.options, "env.options")
+    solved = getattr(suite, "solved_reward", None)
+    if not callable(getattr(suite, "make", None)) or not isinstance(solved, int | float):
+        raise ConfigError(
+            f"config.env.factory = {env.factory!r} returned {suite!r:.80}: expected a suite of "
+            "environments, which has make(attempt) and a number solved_reward; see envs/base.py"
+        )
+    return suite
+
+
+async def check_environment(
+    config: RunConfig,
+    suite: EnvironmentSuite,
+    task: Task,
+    sandboxes: SandboxPool,
+    announce: Callable[[str], None],
+) -> None:
+    """Makes one environment and closes it; ConfigError where all attempts would fail."""
+    key = TrajectoryKey(step=0, group=0, index=0)
+    name = f"make(attempt) of {config.env.factory}, for task {task.task_id!r},"
+    try:
+        environment = suite.make(Attempt(key=key, task=task, seed=0, sandboxes=sandboxes))
+    except (Exception, SystemExit) as error:  # a user's code, whatever it raises
+        raise ConfigError(f"{name} raised {describe_error(error)}. Mend the suite") from error
+    phases = ("reset", "step", "grade", "close")
+    if missing := [m for m in phases if not callable(getattr(environment, m, None))]:
+        raise ConfigError(
+            f"{name} returned {environment!r:.80}, which has no {', '.join(missing)}: expected an "
+            "environment, see envs/base.py"
+        )
+    try:
+        await run_phase("close", key, config.rollout.reset_timeout_s, lambda: environment.close())
+    except AttemptError as error:
+        announce(f"an environment that was not reset cannot be closed: {error}")
 
 
 def load_renderer(config: RunConfig, suite: EnvironmentSuite) -> Renderer:
@@ -249,7 +285,7 @@ def load_split(
                 data.builder, options=data.options, split=split, data_dir=workdir.data
             )
         tasks = suite.tasks(split)
-    except (ValueError, KeyError, TypeError, ImportError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
         source = data.builder or config.env.factory
         raise ConfigError(
             f"{source} gives no tasks for the split {split!r}: {error}. {_SPLIT_REMEDY}"
@@ -267,6 +303,21 @@ def load_split(
     return tasks
 
 
+def check_history(config: RunConfig, renderer: Renderer) -> None:
+    """Raises ConfigError where turns would be taken back that are learned from as they come."""
+    teacher, stream_turns = config.opd.teacher, config.learner.stream_turns
+    if (teacher or stream_turns != "never") and config.rollout.max_turns > 1:
+        by = f"opd.teacher = {teacher!r}" if teacher else f"learner.stream_turns = {stream_turns!r}"
+        check(
+            not renderer.rewrites_history,
+            "chat.history",
+            config.chat.history,
+            f"'append' with {by}, which learns from turns as they come, for the chat template in "
+            f"{config.tokenizer_directory} rewrites what the policy said before",
+            "" if teacher else "Or set learner.stream_turns = 'never'.",
+        )
+
+
 def _check_step(config: RunConfig, objective: Objective) -> None:
     """A step of so many groups can be summed."""
     num_groups = config.run.groups_per_step + config.run.max_refilled_groups
@@ -282,7 +333,7 @@ def check_prompt(task: Task, renderer: Renderer, max_context: int) -> None:
     """Raises ConfigError unless the task has a prompt that leaves room for a token."""
     try:
         num_tokens = len(renderer.prompt_ids(task))
-    except (TokenizerError, ChatTemplateError) as error:
+    except UserError as error:
         raise ConfigError(f"the prompt of task {task.task_id!r}: {error}") from error
     except Exception as error:  # a user's suite, whatever it raises or returns
         raise ConfigError(

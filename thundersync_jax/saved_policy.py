@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from thundersync_jax.config import RunConfig
+from thundersync_jax.errors import ConfigError
 from thundersync_jax.workdir import WorkDirectory
 
 if TYPE_CHECKING:
@@ -33,10 +34,14 @@ class Start:
         return cls(checkpoint=config.model.checkpoint, seed=config.run.seed)
 
 
+def saved_steps(checkpoints: Path) -> list[int]:
+    """Of the checkpoints in a directory, which Orbax names by their steps; in order."""
+    return sorted(int(path.name) for path in checkpoints.glob("*") if path.name.isdigit())
+
+
 def newest_step(checkpoints: Path) -> int:
-    """Of the checkpoints in a directory, which Orbax names by their steps; FRESH without any."""
-    names = (path.name for path in checkpoints.glob("*"))
-    return max((int(name) for name in names if name.isdigit()), default=FRESH)
+    """Of the checkpoints in a directory; FRESH without any."""
+    return max(saved_steps(checkpoints), default=FRESH)
 
 
 def load_policy(
@@ -45,10 +50,16 @@ def load_policy(
     """Parameters and policy version after `step` steps, on the first device. Writes nothing.
 
     Raises:
-      CheckpointError: there is no such checkpoint, or it cannot be read.
+      ConfigError: there is no such checkpoint.
+      CheckpointError: it cannot be read.
     """
     if step == FRESH:
         return initial_policy(model, Start.of(config)), 0
+    if step not in (steps := saved_steps(workdir.checkpoints)):
+        raise ConfigError(
+            f"{workdir.checkpoints} has no checkpoint of step {step}: expected one of "
+            f"{[FRESH, *steps]}, {FRESH} for the policy before the first step"
+        )
     return read_policy(model, Start.of(config), workdir.checkpoints, step)
 
 

@@ -105,7 +105,12 @@ class Trainer:
             stack.callback(self._stop_profile)
             num_programs = await asyncio.to_thread(runtime.learner.warm_up)
             await asyncio.to_thread(runtime.worker.warm_up)
-            runtime.workdir.claim(self._config, tokenizer=runtime.renderer.tokenizer.fingerprint)
+            renderer = runtime.renderer
+            runtime.workdir.claim(
+                self._config,
+                tokenizer=renderer.tokenizer.fingerprint,
+                template=renderer.template_fingerprint,
+            )
             await asyncio.to_thread(self._restore)
             self._progress.resume(self._position.num_steps)
             await asyncio.to_thread(runtime.worker.start)
@@ -359,10 +364,30 @@ def warnings_of(result: StepResult) -> list[str]:
             f"the first ({first.key}): {first.verdict.failure}"
         )
     if result.report.is_empty and len(failures) < len(result.records):
-        found.append(
-            f"step {result.step}: no update, for {result.report.zero_variance_groups} of "
-            f"{result.report.num_groups} groups have equal rewards (mean "
+        found.append(f"step {result.step}: no update, for {_why_empty(result)}")
+    return found
+
+
+def _why_empty(result: StepResult) -> str:
+    """What its groups lack: rewards, or two that differ. Distillation compares none."""
+    if not result.report.zero_variance_groups:
+        return "no trajectory has a gradient"
+    rewards: dict[int, list[float]] = {record.key.group: [] for record in result.records}
+    for record in result.records:
+        if record.verdict.reward is not None:
+            rewards[record.key.group].append(record.verdict.reward)
+    num_short = sum(len(group) < 2 for group in rewards.values())
+    num_tied = sum(len(group) > 1 and len(set(group)) == 1 for group in rewards.values())
+    reasons = []
+    if num_tied:
+        reasons.append(
+            f"{num_tied} of {len(rewards)} groups have equal rewards (mean "
             f"{result.report.reward_mean:.3g}): the tasks are too easy, too hard, or the samples "
             "do not differ"
         )
-    return found
+    if num_short:
+        reasons.append(
+            f"{num_short} of {len(rewards)} groups have fewer than two rewards to compare: mend "
+            "what made the other attempts fail"
+        )
+    return "; ".join(reasons)

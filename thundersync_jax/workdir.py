@@ -1,6 +1,6 @@
 """The work directory of a run: what is in it, and whether it may be resumed.
 
-    config.json         the resolved configuration, with versions and the tokenizer's fingerprint
+    config.json         the resolved configuration, versions, fingerprints of tokenizer and template
     metrics.jsonl       a line a train step
     evaluation.jsonl    a line an evaluation, on its own axis
     events.jsonl        the coordinator's journal
@@ -89,13 +89,14 @@ class WorkDirectory:
             self._lock.close()
             self._lock = None
 
-    def claim(self, config: RunConfig, *, tokenizer: str) -> None:
+    def claim(self, config: RunConfig, *, tokenizer: str, template: str = "") -> None:
         """Writes config.json, once everything compiled and before any other file of the run.
 
         Args:
           tokenizer: its fingerprint, which a student of this run must share.
+          template: the chat template's, "" without one.
         """
-        content = {**describe(config), "tokenizer": tokenizer}
+        content = {**describe(config), "tokenizer": tokenizer, "template": template}
         write_atomically(self.config, json.dumps(content, indent=2) + "\n")
 
     def check_same(self, config: RunConfig, *sections: str) -> None:
@@ -130,12 +131,25 @@ class WorkDirectory:
                 "--workdir"
             )
 
+    def check_template(self, fingerprint: str) -> None:
+        """Raises ConfigError when the directory holds a run with another chat template."""
+        saved = self._saved("template")
+        if saved not in (None, fingerprint):
+            raise ConfigError(
+                f"--workdir={self.root} holds a run with a chat template of fingerprint "
+                f"{saved or 'none'}, and the tokenizer's directory now has "
+                f"{fingerprint or 'none'}: its policy would read other conversations than it "
+                "learned. Restore the template, tokenizer_config.json and generation_config.json "
+                "there, or use a new --workdir"
+            )
+
     def _saved(self, key: str) -> Any:
         """A value of config.json; None without the file. Raises ConfigError."""
         if not self.config.exists():
             return None
         try:
-            return json.loads(self.config.read_text(encoding="utf-8"))[key]
+            content = json.loads(self.config.read_text(encoding="utf-8"))
+            return {"template": None, **content}[key]  # of a run that has not written it: unknown
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(
                 f"{self.config} cannot be read ({type(error).__name__}: {error}): restore it, or "

@@ -135,7 +135,8 @@ class EnvironmentSuite(Protocol):
 
     A suite for chat models may have two more parts: `tools`, a sequence of `envs.tools.Tool`, and a
     method `messages(task)` that returns the `Message`s every attempt starts from. Without them
-    there are no tools, and one message of the user: the task's instruction.
+    there are no tools, and one message of the user: the task's instruction. Control tokens that
+    either spells are letters for the policy, but for the tags of reasoning and calls.
 
     Attributes:
       vocabulary: the words of a policy trained from scratch, one token each, separated by newlines

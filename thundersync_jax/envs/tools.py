@@ -7,9 +7,11 @@ missing, unknown or ill-typed argument is a sentence for the policy to read, not
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from thundersync_jax.errors import ConfigError
 from thundersync_jax.trajectory import ToolCall
 
 _TYPES: dict[str, tuple[type, ...]] = {
@@ -40,14 +42,15 @@ class Tool:
     required: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        missing = [name for name in self.required or () if name not in self.parameters]
-        if not self.name or missing:
-            raise ValueError(
-                f"a tool named {self.name!r} that requires {missing} besides its parameters "
-                f"{list(self.parameters)}: expected a name, and required ones among the parameters"
-            )
-        for name, schema in self.parameters.items():
-            _check_schema(schema, f"parameter {name!r} of the tool {self.name!r}")
+        where = f"the tool {self.name!r}"
+        if not (self.name and isinstance(self.name, str) and isinstance(self.description, str)):
+            raise ValueError(f"{where}: expected a name and a description, both str")
+        required = () if self.required is None else self.required
+        _check_schema({"properties": self.parameters, "required": required}, where)
+        try:
+            json.dumps(self.schema)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{where} has a schema that is not JSON: {error}") from error
 
     @property
     def schema(self) -> dict[str, Any]:
@@ -83,13 +86,45 @@ def misfit_of(call: ToolCall, tools: Sequence[Tool]) -> str:
     return f"there is no tool {call.name!r}: expected one of {[tool.name for tool in tools]}"
 
 
-def _check_schema(schema: Mapping[str, Any], where: str) -> None:
-    kinds = _kinds(schema)
-    unknown = [kind for kind in kinds if kind not in _TYPES]
+def check_tools(tools: Any) -> tuple[Tool, ...]:
+    """Raises ConfigError for a suite's `tools` that are not a sequence of them, each its own."""
+    if not isinstance(tools, Sequence) or not all(isinstance(tool, Tool) for tool in tools):
+        raise ConfigError(
+            f"the tools of the environment's suite are {tools!r:.200}: expected a sequence of "
+            "thundersync_jax.envs.tools.Tool, () for none"
+        )
+    names = [tool.name for tool in tools]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(
+            f"the environment's suite has several tools named {twice}: expected one of each name, "
+            "by which calls find theirs"
+        )
+    return tuple(tools)
+
+
+_PARTS: dict[str, tuple[Any, str]] = {
+    "properties": (Mapping, "an object of schemas"),
+    "required": ((list, tuple), "a list of names"),
+    "enum": ((list, tuple), "a list of values"),
+}
+
+
+def _check_schema(schema: Any, where: str) -> None:
+    """Raises ValueError for what `_misfit` could not check a value against."""
+    if not isinstance(schema, Mapping):
+        raise ValueError(f"{where} is {schema!r}: expected a JSON schema, which is an object")
+    for part, (kind, expected) in _PARTS.items():
+        if part in schema and not isinstance(schema[part], kind):
+            raise ValueError(f"{where} has {part} = {schema[part]!r}: expected {expected}")
+    unknown = [kind for kind in _kinds(schema) if not (isinstance(kind, str) and kind in _TYPES)]
     if unknown:
         raise ValueError(f"{where} has the type {unknown[0]!r}: expected one of {list(_TYPES)}")
-    for name, inner in schema.get("properties", {}).items():
-        _check_schema(inner, f"{name!r} in {where}")
+    properties = schema.get("properties", {})
+    missing = [name for name in schema.get("required", ()) if name not in properties]
+    if missing and "properties" in schema:
+        raise ValueError(f"{where} requires {missing}: expected some of {list(properties)}")
+    for name, inner in properties.items():
+        _check_schema(inner, f"property {name!r} of {where}")
     if "items" in schema:
         _check_schema(schema["items"], f"an item of {where}")
 
@@ -97,7 +132,7 @@ def _check_schema(schema: Mapping[str, Any], where: str) -> None:
 def _kinds(schema: Mapping[str, Any]) -> Sequence[str]:
     """The types that it allows; none named allows all."""
     kind = schema.get("type", ())
-    return (kind,) if isinstance(kind, str) else tuple(kind)
+    return tuple(kind) if isinstance(kind, list | tuple) else (kind,)
 
 
 def _misfit(value: Any, schema: Mapping[str, Any], where: str) -> str:

@@ -39,6 +39,6 @@ def check_ids(name: str, ids: np.ndarray, vocab_size: int) -> None:
 def check_length(name: str, num_positions: int, longest: int) -> None:
     if num_positions > longest:
         raise LearnerError(
-            f"{name}: {num_positions + 1} tokens exceed the longest bucket {longest} + 1; lower "
-            "rollout.max_tokens or extend learner.buckets"
+            f"{name}: {num_positions + 1} tokens exceed the longest bucket {longest} + 1; shorten "
+            "it, or extend learner.buckets, and model.max_context with them"
         )

@@ -16,6 +16,9 @@ Invariants:
     With `chat.history = "append"` history stays as sampled, and what follows the last mark is read.
   * A sampled token that ends the turn stays, and the template's is left out. A turn that was cut
     gets the template's, which nobody sampled.
+  * What the policy spelled with other tokens than a control token's own is quoted in every segment,
+    as is what a tool prints, and what the suite says but for the tags of reasoning and calls:
+    neither can begin or end a turn.
   * The prompt is what the template says before it asks for a turn: it never changes. A template
     that changes it is refused.
 
@@ -25,15 +28,16 @@ Who calls it: `agent.Agent`, through `renderer.Conversation`.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from thundersync_jax.config_chat import ChatSection
 from thundersync_jax.envs.base import Action, EnvironmentSuite, Message, Observation
-from thundersync_jax.envs.tools import Tool, misfit_of
+from thundersync_jax.envs.tools import check_tools, misfit_of
 from thundersync_jax.errors import ConfigError
 from thundersync_jax.rollout.chat import TokenizerError
 from thundersync_jax.rollout.chat_template import ChatTemplate, ChatTemplateError
-from thundersync_jax.rollout.control_tokens import ControlTokens, without_marks
+from thundersync_jax.rollout.control_tokens import ControlTokens
 from thundersync_jax.rollout.renderer import Conversation, Renderer, Reply, WordRenderer
 from thundersync_jax.rollout.template_traits import traits_of
 from thundersync_jax.rollout.tokenizer_files import (
@@ -41,11 +45,12 @@ from thundersync_jax.rollout.tokenizer_files import (
     TokenizerFiles,
     read_tokenizer_files,
 )
-from thundersync_jax.rollout.tool_calls import TOOL_FORMATS
+from thundersync_jax.rollout.tool_calls import CALL_TAGS, TOOL_FORMATS
 from thundersync_jax.trajectory import Task
 
 _THINK, _END_THINK = "<think>", "</think>"
 _TAGS = re.compile(f"({_THINK}|{_END_THINK})")
+_SAYABLE = (_THINK, _END_THINK, *CALL_TAGS)  # of a suite's messages
 
 _Messages = list[dict[str, str]]
 
@@ -75,10 +80,11 @@ class ChatRenderer:
             special_tokens=files.special_tokens,
             options=section.template_options,
         )
+        self.template_fingerprint = files.template_fingerprint
         self.keeps_history = section.history == "append"
         self.traits = traits_of(self.template, self.control)
         self.stop_ids = files.end_ids | {self.traits.end_id}
-        self.tools: tuple[Tool, ...] = tuple(getattr(suite, "tools", ()))
+        self.tools = check_tools(getattr(suite, "tools", ()))
         self._format_name = self._choose_format(section.tool_format)
         self._format = TOOL_FORMATS[self._format_name]
 
@@ -92,19 +98,40 @@ class ChatRenderer:
         """What an attempt starts from, with the tools where the template does not describe them."""
         make = getattr(self._suite, "messages", None)
         given = make(task) if make else [Message(role="user", content=task.instruction)]
-        messages = [{"role": m.role, "content": without_marks(m.content)} for m in given]
+        is_sequence = isinstance(given, Sequence) and len(given) > 0
+        if not is_sequence or not all(isinstance(message, Message) for message in given):
+            raise ConfigError(
+                f"messages(task) of the environment's suite gave {given!r:.200} for "
+                f"{task.task_id!r}: expected a sequence of thundersync_jax.envs.base.Message, at "
+                "least one"
+            )
+        quote = self.control.quote
+        messages = [{"role": m.role, "content": quote(m.content, _SAYABLE)} for m in given]
         if not self.tools or self._is_told_by_template:
             return messages
-        told = self._format.instructions(self.tools)
+        told = quote(self._format.instructions(self.tools), _SAYABLE)
         if messages[0]["role"] == "system" or not self.traits.has_system:
             messages[0]["content"] = f"{messages[0]['content']}\n\n{told}"
             return messages
         return [{"role": "system", "content": told}, *messages]
 
+    @property
+    def rewrites_history(self) -> bool:
+        """The template shows something else than was said where a user answers what was said, with
+        reasoning or without. Raises ChatTemplateError for one that cannot go on.
+        """
+        return any(map(self._is_rewritten, ("x", f"{_THINK}\nx\n{_END_THINK}\n\nx")))
+
+    def _is_rewritten(self, said: str) -> bool:
+        conversation = _Chat(self, [{"role": "user", "content": "x"}])
+        conversation.hear((*self.control.encode(said), self.traits.end_id))
+        return conversation.answer(Observation(text="x"), max_tokens=100).is_rewritten
+
     def render(self, messages: _Messages) -> str:
         """The template's text up to where the next turn begins."""
         tools = [tool.schema for tool in self.tools] if self._is_told_by_template else []
-        return self.template.render(messages, tools, add_generation_prompt=True)
+        quoted = self.control.quote_json(tools, _SAYABLE)
+        return self.template.render(messages, quoted, add_generation_prompt=True)
 
     def opening(self, messages: _Messages) -> tuple[str, str]:
         """The prompt, and how the template asks for a turn after it, if that is tokens apart."""
@@ -183,12 +210,12 @@ class _Chat:
 
     def hear(self, token_ids: tuple[int, ...]) -> Action:
         self._is_ended = bool(token_ids) and token_ids[-1] in self._renderer.stop_ids
-        text = self._renderer.tokenizer.decode(token_ids[: len(token_ids) - self._is_ended])
-        text, opened = without_marks(text), self._renderer.opened_by(self._shown)
+        text = self._renderer.control.decode(token_ids[: len(token_ids) - self._is_ended])
+        opened = self._renderer.opened_by(self._shown)
         self._said = self._mark(text)
         self._marked.append({"role": "assistant", "content": opened + self._said})
         self._real.append({"role": "assistant", "content": opened + text})
-        answer, reasoning = _split_reasoning(opened + text)
+        answer, reasoning = map(self._renderer.control.unquote, _split_reasoning(opened + text))
         self._last = self._renderer.parse(answer, self._renderer.control.strip(reasoning))
         return self._last
 
@@ -197,7 +224,7 @@ class _Chat:
         is_call = bool(self._last.tool_calls or self._last.error)
         message = {
             "role": "tool" if is_call and renderer.traits.has_tool else "user",
-            "content": control.quote(control.clip(observation.text, max_tokens)),
+            "content": control.clip(observation.text, max_tokens),
         }
         self._marked.append(message)
         self._real.append(message)

@@ -21,11 +21,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jinja2
-from jinja2 import nodes, parser
+from jinja2 import meta, nodes, parser
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from thundersync_jax.errors import UserError
+
+_GIVEN = {"messages", "tools", "documents", "add_generation_prompt"}
 
 
 class ChatTemplateError(UserError, ValueError):
@@ -39,7 +41,7 @@ class ChatTemplate:
       source: its jinja text.
       name: the file that it comes from, for errors.
       special_tokens: "bos_token" and its like, by the names that templates use.
-      options: the user's, for instance {"enable_thinking": False}.
+      options: the user's, for instance {"enable_thinking": False}: variables that it reads.
       now: what strftime_now tells.
     """
 
@@ -61,12 +63,18 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = (now or datetime.datetime.now()).strftime
         try:
+            names = meta.find_undeclared_variables(environment.parse(source)) - _GIVEN
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ChatTemplateError(
                 f"{name}, line {error.lineno}: {str(error.message).rstrip('.')}. Expected the "
                 "jinja chat template of a model; copy it again"
             ) from error
+        if unknown := sorted(set(options or ()) - names):
+            raise ChatTemplateError(
+                f"config.chat.template_options has {unknown}, which {name} does not read: expected "
+                f"some of {sorted(names)}"
+            )
 
     def render(
         self,

@@ -1,25 +1,31 @@
 """`ControlTokens`: text to ids and back where some text stands for control tokens.
 
 Invariants:
-  * Control tokens come from the template and from the policy. What an environment says is quoted:
-    a tool that prints `<|im_end|>` ends no turn, for its letters are encoded one by one.
+  * Control tokens come from the template, and from the policy where it sampled them. What others
+    say, and what the policy spells with other tokens, is *quoted*: a mark with the control token's
+    id stands for its letters, so that no template takes them for its own words, and `encode`
+    writes them one by one. A tool that prints `<|im_end|>` ends no turn.
   * encode(quote(text)) has no control token, for every text.
-  * Quotation marks and place marks are Unicode noncharacters; in quoted text they are replaced.
+  * Marks are made of Unicode noncharacters, which are replaced in what is quoted.
 
 Who calls it: `chat_renderer`.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
 from tokenizers import Tokenizer as TokenizersBackend
 
 from thundersync_jax.rollout.chat import Tokenizer, TokenizerError
 
 _BEGIN, _END = "\ufdd2", "\ufdd3"
+_QUOTED = re.compile(f"{_BEGIN}([0-9]+){_END}")
 _NONCHARACTERS = re.compile("[\ufdd0-\ufdef]")
 _ELISION = "\n...\n"
 
@@ -38,57 +44,112 @@ class ControlTokens:
     def __init__(self, tokenizer: Tokenizer, template: str) -> None:
         self._tokenizer = tokenizer
         added = tokenizer.backend.get_added_tokens_decoder()
-        control = {
+        self._names = {
             token_id: token.content
             for token_id, token in added.items()
             if token.special or (token.content.strip() and token.content in template)
         }
-        self.ids = frozenset(control)
-        self.special_ids = frozenset(i for i in control if added[i].special)
-        self._control = _any_of(control.values())
-        self._special = _any_of(control[i] for i in self.special_ids)
+        self.ids = frozenset(self._names)
+        self.special_ids = frozenset(i for i in self.ids if added[i].special)
+        self._ids_by_name = {name: token_id for token_id, name in self._names.items()}
+        self._control = _any_of(self._names.values())
+        self._special = _any_of(self._names[i] for i in self.special_ids)
         self._plain = _without_added_tokens(tokenizer.backend)
+        self._letters = functools.cache(self._spell)
 
-    def quote(self, text: str) -> str:
-        """`text` with its control tokens marked as letters."""
-        return self._control.sub(lambda found: f"{_BEGIN}{found[0]}{_END}", without_marks(text))
+    def quote(self, text: str, but: Collection[str] = ()) -> str:
+        """`text` with marks in place of its control tokens, `but` for these."""
+        return self._control.sub(
+            lambda found: (
+                found[0] if found[0] in but else f"{_BEGIN}{self._ids_by_name[found[0]]}{_END}"
+            ),
+            _NONCHARACTERS.sub("\ufffd", text),
+        )
+
+    def quote_json(self, value: Any, but: Collection[str] = ()) -> Any:
+        """A JSON value with every string in it quoted."""
+        if isinstance(value, str):
+            return self.quote(value, but)
+        if isinstance(value, dict):
+            return {self.quote(k, but): self.quote_json(v, but) for k, v in value.items()}
+        return (
+            [self.quote_json(v, but) for v in value] if isinstance(value, list | tuple) else value
+        )
+
+    def unquote(self, text: str) -> str:
+        """Letters in place of marks."""
+        return _QUOTED.sub(lambda found: self._names[int(found[1])], text)
 
     def encode(self, text: str) -> tuple[int, ...]:
         """The ids of a template's text, in which quoted parts are letters."""
-        ids: list[int] = []
-        for piece in re.split(f"({_BEGIN}.*?{_END})", text, flags=re.DOTALL):
-            if piece.startswith(_BEGIN):
-                letters = self._plain.encode(piece[1:-1], add_special_tokens=False).ids
-                if not self.ids.isdisjoint(letters):
-                    raise TokenizerError(
-                        f"the tokenizer has no other ids for the letters of {piece[1:-1]!r}, which "
-                        "an environment said, than the control token: change what it says"
-                    )
-                ids += letters
-            elif piece:
-                ids += self._tokenizer.encode(piece)
-        return tuple(ids)
+        return tuple(token_id for token_id, _, _ in self._tokens(text))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of what was sampled: control tokens, and everything else quoted."""
+        texts = []
+        for is_control, run in itertools.groupby(token_ids, key=self.ids.__contains__):
+            text = self._tokenizer.decode(tuple(run))
+            texts.append(text if is_control else self.quote(text))
+        return "".join(texts)
 
     def strip(self, text: str) -> str:
         """`text` without special tokens and surrounding whitespace."""
         return self._special.sub("", text).strip()
 
     def clip(self, text: str, max_tokens: int) -> str:
-        """The head and the tail of a long text, of `max_tokens` tokens together, in whole
-        characters; errors tend to be at the end.
+        """`text`, quoted, in at most `max_tokens` tokens: of a long one head and tail, in whole
+        characters, around an elision; errors tend to be at the end. "" where no elision fits.
         """
-        offsets = self._tokenizer.backend.encode(text, add_special_tokens=False).offsets
-        if len(offsets) <= max_tokens:
-            return text
-        num_head = (max_tokens + 1) // 2
-        num_tail = max_tokens - num_head
-        tail = text[offsets[-num_tail][0] :] if num_tail else ""
-        return text[: offsets[num_head - 1][1]] + _ELISION + tail
+        quoted = self.quote(text)
+        tokens = self._tokens(quoted)
+        if len(tokens) <= max_tokens:
+            return quoted
+        for room in range(max_tokens, -1, -1):
+            begin, end = _middle(tokens, room)
+            clipped = self.quote(text[:begin]) + _ELISION + self.quote(text[end:])
+            if len(self._tokens(clipped)) <= max_tokens:
+                return clipped
+        return ""
+
+    def _tokens(self, quoted: str) -> list[tuple[int, int, int]]:
+        """Each id, and where the text that it stands for begins and ends in the unquoted text."""
+        found, at = list[tuple[int, int, int]](), 0
+        for place, piece in enumerate(_QUOTED.split(quoted)):  # ids of marks at odd places
+            if place % 2:
+                end = at + len(self._names[int(piece)])
+                found += [(i, at, end) for i in self._letters(int(piece))]
+            else:
+                end = at + len(piece)
+                it = self._tokenizer.backend.encode(piece, add_special_tokens=False)
+                found += [(i, at + b, at + e) for i, (b, e) in zip(it.ids, it.offsets, strict=True)]
+            at = end
+        return found
+
+    def _spell(self, token_id: int) -> tuple[int, ...]:
+        """The letters of a control token."""
+        name = self._names[token_id]
+        letters = self._plain.encode(name, add_special_tokens=False).ids
+        if not self.ids.isdisjoint(letters):
+            raise TokenizerError(
+                f"the tokenizer has no other ids for the letters of {name!r}, which were spelled, "
+                "than the control token: change what the environment says"
+            )
+        return tuple(letters)
 
 
-def without_marks(text: str) -> str:
-    """`text` without what could be taken for a mark of this package."""
-    return _NONCHARACTERS.sub("\ufffd", text)
+def _middle(tokens: Sequence[tuple[int, int, int]], room: int) -> tuple[int, int]:
+    """Where the text begins and ends that lies between its first and its last tokens, `room` of
+    them in all; what is several tokens is not cut, but left out.
+    """
+    head, tail = (room + 1) // 2, len(tokens) - room // 2
+    while head and tokens[head][1] < tokens[head - 1][2]:
+        head -= 1
+    while tail < len(tokens) and tokens[tail][1] < tokens[tail - 1][2]:
+        tail += 1
+    return (
+        tokens[head - 1][2] if head else 0,
+        tokens[tail][1] if tail < len(tokens) else tokens[-1][2],
+    )
 
 
 def _any_of(names: Iterable[str]) -> re.Pattern[str]:

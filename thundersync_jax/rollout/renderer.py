@@ -59,6 +59,8 @@ class Renderer(Protocol):
 
     Attributes:
       stop_ids: each ends a turn.
+      template_fingerprint: equal for templates that read and write alike; "" without one.
+      rewrites_history: a conversation may have a reply that `is_rewritten`.
     """
 
     @property
@@ -66,6 +68,12 @@ class Renderer(Protocol):
 
     @property
     def stop_ids(self) -> frozenset[int]: ...
+
+    @property
+    def template_fingerprint(self) -> str: ...
+
+    @property
+    def rewrites_history(self) -> bool: ...
 
     def prompt_ids(self, task: Task) -> tuple[int, ...]:
         """What every attempt at `task` starts from."""
@@ -78,6 +86,9 @@ class Renderer(Protocol):
 
 class WordRenderer:
     """Speaks the words of a suite's vocabulary, one token each; an action is a command line."""
+
+    template_fingerprint = ""
+    rewrites_history = False
 
     def __init__(self, suite: EnvironmentSuite) -> None:
         self._suite = suite

@@ -12,6 +12,7 @@ What is missing or does not fit is a `TokenizerError` that names the file. Only 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import shutil
 from collections.abc import Mapping
@@ -45,6 +46,12 @@ class TokenizerFiles:
     end_ids: frozenset[int]
     template: str
     template_name: str
+
+    @property
+    def template_fingerprint(self) -> str:
+        """Equal for templates that say the same with the same tokens, and the same ends."""
+        described = repr((self.template, sorted(self.special_tokens.items()), sorted(self.end_ids)))
+        return hashlib.sha256(described.encode()).hexdigest()[:16]
 
     @property
     def has_words(self) -> bool:
@@ -127,27 +134,40 @@ def _id_of(backend: TokenizersBackend, token: str, name: str, root: Path) -> int
 
 def _end_ids(root: Path, vocab_size: int) -> frozenset[int]:
     path = root / _GENERATION
-    value = _json(path).get("eos_token_id", [])
-    ids = frozenset(value if isinstance(value, list) else [value])
+    value = _json(path).get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
     outside = [i for i in ids if type(i) is not int or not 0 <= i < vocab_size]
     if outside:
         raise TokenizerError(
-            f"{path} names the eos_token_id {outside[0]!r}, and tokenizer.json has ids below "
-            f"{vocab_size}: take both from the same model"
+            f"{path} names the eos_token_id {outside[0]!r}: expected null, or one or a list of "
+            f"tokenizer.json's ids, which are below {vocab_size}. Take both from the same model"
         )
-    return ids
+    return frozenset(ids)
 
 
 def _template(root: Path, settings: Mapping[str, Any]) -> tuple[str, str]:
     """The template and where it is: a file, the one of the settings, or of several the best."""
     path = root / TEMPLATE_FILE
     if path.is_file():
-        return path.read_text(encoding="utf-8"), str(path)
+        return _text(path), str(path)
     found, name = settings.get("chat_template"), f"the chat_template in {root / _CONFIG}"
     if isinstance(found, list):
-        by_name = {entry.get("name"): entry.get("template") for entry in found}
+        by_name = {
+            entry["name"]: entry.get("template")
+            for entry in found
+            if isinstance(entry, dict) and isinstance(entry.get("name"), str)
+        }
         found = by_name.get(_TOOL_TEMPLATE, by_name.get("default"))
     return (found if isinstance(found, str) else ""), name
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TokenizerError(
+            f"{path}: expected a text in UTF-8 ({error}); copy it again, or save it in UTF-8"
+        ) from error
 
 
 def _json(path: Path) -> dict[str, Any]:

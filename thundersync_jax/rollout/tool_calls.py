@@ -29,7 +29,7 @@ from thundersync_jax.trajectory import ToolCall
 SPECIAL_TOKENS = ("<bos>", "<eos>", "<|im_start|>", "<|im_end|>", "<|endoftext|>")
 BASH = "bash"  # the name of the call that a block of bash is, with the keyword `command`
 
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+CALL_TAGS = _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _PYTHON_TAG = "<|python_tag|>"
 _FENCE = re.compile(r"^```(?:bash|sh)[ \t]*\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE)
 _OPEN_FENCE = re.compile(r"^```(?:bash|sh)\b", re.MULTILINE)
@@ -102,6 +102,8 @@ def _parse_hermes(text: str) -> Parsed:
                     f"a {_OPEN} is not closed by {_CLOSE} after its JSON, but goes on with "
                     f"{rest[:40]!r}"
                 )
+            if value == []:
+                raise _MalformedCallError(f"a {_OPEN} holds an empty list: expected a call in it")
             calls += [
                 _call(v, "arguments") for v in (value if isinstance(value, list) else [value])
             ]

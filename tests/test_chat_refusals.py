@@ -1,0 +1,108 @@
+"""What a run refuses, before it starts, of a chat template and of a suite that speaks by one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chat_models import TEMPLATES
+from test_chat import PROBE, TASK, GuessSuite, renderer_of
+
+from thundersync_jax.config import RunConfig, default_config, resolve
+from thundersync_jax.errors import ConfigError
+from thundersync_jax.model.presets import preset
+from thundersync_jax.rollout.chat_template import ChatTemplateError
+from thundersync_jax.runtime import check_history, check_learning, check_prompt
+from thundersync_jax.workdir import WorkDirectory
+
+
+def streaming(**sections: Any) -> RunConfig:
+    config = default_config()
+    config.chat.tokenizer = "DIR"
+    for name, value in sections.items():
+        section, _, key = name.partition("__")
+        config[section][key] = value
+    return resolve(config)
+
+
+BY_TURNS = [{"learner__stream_turns": "idle"}, {"opd__teacher": "runs/teacher"}]
+
+
+@pytest.mark.parametrize("section", BY_TURNS)
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_a_template_that_rewrites_is_refused_where_turns_are_learned_as_they_come(
+    family: str, section: dict[str, Any], tmp_path: Path
+):
+    rewrites = family in ("qwen3", "reasoner")
+    kept = renderer_of(tmp_path, family, history="append")
+    check_history(streaming(chat__history="append", **section), kept)
+    renderer = renderer_of(tmp_path, family)
+    check_history(streaming(), renderer)
+    check_history(streaming(rollout__max_turns=1, **section), renderer)
+    config = streaming(**section)
+    if not rewrites:
+        return check_history(config, renderer)
+    (name,) = section
+    message = (
+        rf"chat.history = 'template': expected 'append' with {name.replace('__', '.')} = .*DIR"
+    )
+    remedy = " rewrites .*" + (
+        "" if config.opd.teacher else "Or set learner.stream_turns = 'never'"
+    )
+    with pytest.raises(ConfigError, match=message + remedy):
+        check_history(config, renderer)
+
+
+def test_a_run_is_not_resumed_with_another_template(tmp_path: Path):
+    config, model = streaming(), preset("micro", vocab_size=500)
+    workdir = WorkDirectory(tmp_path / "run")
+    (tmp_path / "run").mkdir()
+    before, after = (renderer_of(tmp_path, family) for family in ("qwen2.5", "qwen3"))
+    fingerprint = after.tokenizer.fingerprint
+    workdir.claim(config, tokenizer=fingerprint, template=before.template_fingerprint)
+    with pytest.raises(ConfigError, match=r"holds a run with a chat template of fingerprint"):
+        check_learning(config, model, after, workdir)
+    workdir.claim(config, tokenizer=fingerprint, template=after.template_fingerprint)
+    assert check_learning(config, model, after, workdir) is None
+
+
+def test_a_template_without_thinking_rewrites_what_it_opened_itself(tmp_path: Path):
+    thinks = renderer_of(tmp_path, "qwen3", template_options={"enable_thinking": False})
+    assert thinks.rewrites_history
+
+
+@pytest.mark.parametrize(
+    ("tools", "message"),
+    [
+        (None, r"are None: expected a sequence of .*Tool, \(\) for none"),
+        (PROBE, r"are Tool\(name='probe'.*: expected a sequence"),
+        ([PROBE.schema], r"are \[{'type': 'function'.*: expected a sequence"),
+        ([PROBE, PROBE], r"several tools named \['probe'\]: expected one of each name"),
+    ],
+)
+def test_tools_that_are_none_are_refused(tools: Any, message: str, tmp_path: Path):
+    suite = GuessSuite()
+    suite.tools = tools
+    with pytest.raises(ConfigError, match=message):
+        renderer_of(tmp_path, "qwen3", suite)
+
+
+@pytest.mark.parametrize("given", [None, [], "hello", [{"role": "user", "content": "hello"}]])
+def test_messages_that_are_none_are_refused(given: Any, tmp_path: Path):
+    suite = GuessSuite()
+    suite.messages = lambda task: given
+    renderer = renderer_of(tmp_path, "qwen3", suite)
+    with pytest.raises(
+        ConfigError, match=r"task 'secret': messages.* gave .*expected a sequence of"
+    ):
+        check_prompt(TASK, renderer, 1000)
+
+
+@pytest.mark.parametrize("name", ["enable_thinkin", "messages"])
+def test_an_option_that_a_template_does_not_read_is_refused(name: str, tmp_path: Path):
+    message = (
+        rf"template_options has \['{name}'\], which .*jinja does not read: .*'enable_thinking'"
+    )
+    with pytest.raises(ChatTemplateError, match=message):
+        renderer_of(tmp_path, "qwen3", template_options={name: False})
