@@ -81,7 +81,7 @@ def test_no_text_breaks_a_parser(name: str, text: str) -> None:
     ("name", "text", "message"),
     [
         ("hermes", "<tool_call>{'name': 'x'}</tool_call>", "what follows <tool_call> is not JSON"),
-        ("hermes", '<tool_call>{"name": "x"}', "is not closed by </tool_call> after its JSON"),
+        ("hermes", '<tool_call>{"name": "x"}', "after its JSON, but the text ends there"),
         ("hermes", '<tool_call>{"name": "x"}}</tool_call>', "but goes on with '}</tool_call>'"),
         ("hermes", "<tool_call>3</tool_call>", 'a call is an object {"name": a string, "argu'),
         ("hermes", '<tool_call>{"arguments": {}}</tool_call>', 'got {"arguments": {}}'),

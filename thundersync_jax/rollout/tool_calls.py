@@ -98,9 +98,9 @@ def _parse_hermes(text: str) -> Parsed:
             value, end = _read_json(text, begin + len(_OPEN), f"what follows {_OPEN}")
             rest = text[end:].lstrip()
             if not rest.startswith(_CLOSE):
+                found = f"goes on with {rest[:40]!r}" if rest else "the text ends there"
                 raise _MalformedCallError(
-                    f"a {_OPEN} is not closed by {_CLOSE} after its JSON, but goes on with "
-                    f"{rest[:40]!r}"
+                    f"a {_OPEN} is not closed by {_CLOSE} after its JSON, but {found}"
                 )
             if value == []:
                 raise _MalformedCallError(f"a {_OPEN} holds an empty list: expected a call in it")

@@ -56,7 +56,8 @@ class Sandbox(Protocol):
 
     async def run(self, command: str, timeout_s: float) -> CommandResult:
         """Runs `command` in the shell; variables, functions and the directory carry over to the
-        next command.
+        next command. One that no shell can take, for a NUL byte or more than 64 KiB, is not run:
+        its exit code is 126 and its output says why.
         """
         ...
 

@@ -21,23 +21,28 @@ from thundersync_jax.sandbox.base import SandboxError
 
 SHELL = ("/bin/bash", "--noprofile", "--norc")
 MARKER_FD = 9
+CANNOT_RUN = 126  # a shell's exit code for what it found and cannot execute
 # One pipe buffer: the pipe is empty between commands, so one write never blocks.
 MAX_FRAME_BYTES = 65536
 _MAX_MARKER_BYTES = 80
 
 
+class UnfitCommandError(ValueError):
+    """A command that cannot be given to a shell: a sentence for who wrote it."""
+
+
 def frame(command: str, token: str, number: int) -> bytes:
-    """The bytes that make the shell run `command` and mark its end."""
+    """The bytes that make the shell run `command` and mark its end; UnfitCommandError."""
     if "\0" in command:
-        raise SandboxError(f"a command cannot hold a NUL byte, got {command[:80]!r}")
+        raise UnfitCommandError(f"a command cannot hold a NUL byte, got {command[:80]!r}")
     text = (
         f"eval {shlex.quote(command)} </dev/null {MARKER_FD}>&-\n"
         f"builtin printf '\\036{token} {number} %d\\036' $? >&{MARKER_FD}\n"
     ).encode(errors="replace")
     if len(text) > MAX_FRAME_BYTES:
-        raise SandboxError(
+        raise UnfitCommandError(
             f"a command of {len(text)} bytes, expected at most {MAX_FRAME_BYTES}: "
-            "write_file it first, then run the file"
+            "write it to a file first, then run the file"
         )
     return text
 

@@ -103,7 +103,10 @@ class ShellSandbox:
         if self._state is not _State.PROMPT:
             await self._start_again()
         self._number += 1
-        text = framing.frame(command, self._token, self._number)
+        try:
+            text = framing.frame(command, self._token, self._number)
+        except framing.UnfitCommandError as error:  # the policy's, so no failure of the sandbox
+            return CommandResult(output=f"{error}\n", exit_code=framing.CANNOT_RUN)
         self._state, self._is_clean = _State.BUSY, False
         try:
             os.write(self._commands, text)
