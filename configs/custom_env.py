@@ -10,38 +10,31 @@ from ml_collections import ConfigDict
 
 from thundersync_jax.config import default_config
 from thundersync_jax.envs.base import Action, Attempt, Observation
+from thundersync_jax.envs.sandboxed import SandboxedEnvironment
 from thundersync_jax.trajectory import Task
 
 WORDS = ("apple", "bread", "cheese", "dates")
 
 
-class GuessWord:
-    """One attempt: every turn looks for one word in the file; each wrong guess costs reward."""
+class GuessWord(SandboxedEnvironment):
+    """One attempt, in a sandbox with the task's files: every turn looks for one word in one; each
+    wrong guess costs reward.
+    """
 
     def __init__(self, attempt: Attempt) -> None:
-        self.attempt = attempt
-        self.lease = None
+        super().__init__(attempt)
         self.guesses: list[str] = []
-
-    async def reset(self) -> None:
-        self.lease = await self.attempt.sandboxes.acquire(str(self.attempt.key))
-        for path, content in self.attempt.task.files.items():
-            await self.lease.write_file(path, content)
 
     async def step(self, action: Action) -> Observation:
         self.guesses.append(action.text)
         if action.text not in WORDS:  # what the policy says must never reach a shell unchecked
             return Observation(text="what?")
-        result = await self.lease.run(f"grep -qx {action.text} hidden", timeout_s=10.0)
+        result = await self.sandbox.run(f"grep -qx {action.text} hidden", timeout_s=10.0)
         return Observation(text="no", is_done=result.exit_code == 0)
 
     async def grade(self) -> float:
-        hidden = (await self.lease.read_file("hidden")).decode().strip()
+        hidden = (await self.sandbox.read_file("hidden")).decode().strip()
         return 1.0 / (1 + self.guesses.index(hidden)) if hidden in self.guesses else 0.0
-
-    async def close(self) -> None:
-        if self.lease is not None:
-            await self.lease.release()
 
 
 class GuessWordSuite:

@@ -15,6 +15,7 @@ from ml_collections import ConfigDict
 
 from thundersync_jax.config import default_config
 from thundersync_jax.envs.base import Action, Attempt, Message, Observation
+from thundersync_jax.envs.sandboxed import SandboxedEnvironment
 from thundersync_jax.envs.tools import Tool
 from thundersync_jax.rollout.tool_calls import TOOL_FORMATS
 from thundersync_jax.trajectory import Task, ToolCall
@@ -26,20 +27,14 @@ FORMAT = "hermes"  # how the examples call the tool, and chat.tool_format
 REWARDS = (0.0, 0.2, 0.4, 0.7, 1.0)
 
 
-class CountStock:
+class CountStock(SandboxedEnvironment):
     """One attempt. A turn with a call runs it in the sandbox; one without is the answer."""
 
     def __init__(self, attempt: Attempt) -> None:
-        self.attempt = attempt
+        super().__init__(attempt)
         self.item, self.count = attempt.task.metadata["item"], attempt.task.metadata["count"]
-        self.lease = None
         self.level = 0  # of the best command, in REWARDS
         self.answer = ""
-
-    async def reset(self) -> None:
-        self.lease = await self.attempt.sandboxes.acquire(str(self.attempt.key))
-        for path, content in self.attempt.task.files.items():
-            await self.lease.write_file(path, content)
 
     async def step(self, action: Action) -> Observation:
         if action.error:  # it looks like a call and is none: the policy may read why
@@ -47,7 +42,7 @@ class CountStock:
         if action.tool_call is None:
             self.answer = action.text
             return Observation(text="", is_done=True)
-        result = await self.lease.run(action.tool_call.keywords["command"], timeout_s=5.0)
+        result = await self.sandbox.run(action.tool_call.keywords["command"], timeout_s=5.0)
         output = result.output.strip()
         level = 3 if output == str(self.count) else 2 if result.exit_code == 0 else 1
         self.level = max(self.level, level)
@@ -56,10 +51,6 @@ class CountStock:
     async def grade(self) -> float:
         is_right = re.findall(r"\d+", self.answer) == [str(self.count)] and self.item in self.answer
         return REWARDS[4 if self.level == 3 and is_right else self.level]
-
-    async def close(self) -> None:
-        if self.lease is not None:
-            await self.lease.release()
 
 
 class CountStockSuite:

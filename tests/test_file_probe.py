@@ -89,7 +89,7 @@ def test_anything_but_a_valid_call_costs_a_turn_and_reaches_no_shell():
             assert await environment.grade() == 1.0 - 0.5 * 4 / 10
             for action in NOT_CALLS:
                 assert await environment.step(action) == Observation(text="error")
-            files = (await environment._sandbox.run("ls", 5.0)).output.split()
+            files = (await environment.sandbox.run("ls", 5.0)).output.split()
             assert files == ["probes", "secret"]
 
     asyncio.run(body())
@@ -117,7 +117,7 @@ def test_a_log_that_does_not_match_the_calls_is_a_failure_not_a_reward():
     async def body():
         async with pool(BACKEND, num_slots=1) as sandboxes, started(sandboxes, 3) as environment:
             await environment.step(probe("1"))
-            await environment._sandbox.run("echo 3 >> probes", 5.0)
+            await environment.sandbox.run("echo 3 >> probes", 5.0)
             with pytest.raises(SandboxError, match="holds 2 probes, expected 1"):
                 await environment.grade()
 
@@ -130,7 +130,7 @@ def test_attempts_share_nothing_and_close_leaves_nothing_alive():
             mark = fresh_mark()
             async with started(sandboxes, 3) as environment:
                 await environment.step(probe("3"))
-                await environment._sandbox.run(f"setsid sleep {mark} &", 5.0)
+                await environment.sandbox.run(f"setsid sleep {mark} &", 5.0)
                 assert await begins(mark)
             assert not is_running(mark)
             await environment.close()

@@ -110,7 +110,7 @@ def test_a_tool_that_was_tampered_with_is_a_failure_not_a_reward():
             with pytest.raises(SandboxError, match="was not reset, or is closed"):
                 await environment.step(say("w1"))
             await environment.reset()
-            await environment._sandbox.run("tool() { echo w1; }", 10.0)
+            await environment.sandbox.run("tool() { echo w1; }", 10.0)
             with pytest.raises(SandboxError, match="the tool answered"):
                 await environment.step(say("w1"))
             await environment.close()

@@ -26,8 +26,9 @@ from thundersync_jax.envs.base import (
     Observation,
 )
 from thundersync_jax.envs.options import Delay, check_least
+from thundersync_jax.envs.sandboxed import SandboxedEnvironment
 from thundersync_jax.envs.tools import Tool
-from thundersync_jax.sandbox.base import SandboxError, SandboxLease
+from thundersync_jax.sandbox.base import SandboxError
 from thundersync_jax.trajectory import Task
 
 MISTAKE_RATE = 0.35  # of demonstrated turns
@@ -162,21 +163,18 @@ def probe_task(task_id: str, secret: int, num_values: int) -> Task:
     )
 
 
-class FileProbe:
+class FileProbe(SandboxedEnvironment):
     """One attempt."""
 
     def __init__(self, suite: FileProbeSuite, attempt: Attempt) -> None:
+        super().__init__(attempt)
         self._suite = suite
-        self._attempt = attempt
-        self._lease: SandboxLease | None = None
         self._turn = 0
         self._probe_turns: list[int] = []  # the turn of each line of the tool's log
 
     async def reset(self) -> None:
-        self._lease = await self._attempt.sandboxes.acquire(str(self._attempt.key))
-        for path, content in self._attempt.task.files.items():
-            await self._lease.write_file(path, content)
-        await self._lease.run(_TOOL, _COMMAND_TIMEOUT_S)
+        await super().reset()
+        await self.sandbox.run(_TOOL, _COMMAND_TIMEOUT_S)
 
     async def step(self, action: Action) -> Observation:
         turn = self._turn
@@ -185,38 +183,27 @@ class FileProbe:
         if guess is None:
             return Observation(text=action.error or "error")
         self._probe_turns.append(turn)
-        result = await self._sandbox.run(f"probe {guess}", _COMMAND_TIMEOUT_S)
-        await _wait(self._suite.tool_delay.seconds(self._attempt.seed, turn))
+        result = await self.sandbox.run(f"probe {guess}", _COMMAND_TIMEOUT_S)
+        await _wait(self._suite.tool_delay.seconds(self.attempt.seed, turn))
         answer = result.output.strip()
         if answer not in ("higher", "lower", "found"):
-            raise SandboxError(f"{self._attempt.key}: probe {guess} answered {result!r}")
+            raise SandboxError(f"{self.attempt.key}: probe {guess} answered {result!r}")
         return Observation(text=answer, is_done=answer == "found")
 
     async def grade(self) -> float:
-        await _wait(self._suite.grade_delay.seconds(self._attempt.seed, -1))
+        await _wait(self._suite.grade_delay.seconds(self.attempt.seed, -1))
         if not self._probe_turns:
             return 0.0
-        guesses = (await self._sandbox.read_file(_LOG)).decode().split()
+        guesses = (await self.sandbox.read_file(_LOG)).decode().split()
         if len(guesses) != len(self._probe_turns):
             raise SandboxError(
-                f"{self._attempt.key}: the log holds {len(guesses)} probes, "
+                f"{self.attempt.key}: the log holds {len(guesses)} probes, "
                 f"expected {len(self._probe_turns)}"
             )
-        secret = str(self._attempt.task.metadata["secret"])
+        secret = str(self.attempt.task.metadata["secret"])
         if secret not in guesses:
             return 0.0
         return 1.0 - 0.5 * self._probe_turns[guesses.index(secret)] / self._suite.max_turns
-
-    async def close(self) -> None:
-        lease, self._lease = self._lease, None
-        if lease is not None:
-            await lease.release()
-
-    @property
-    def _sandbox(self) -> SandboxLease:
-        if self._lease is None:
-            raise SandboxError(f"{self._attempt.key}: the environment was not reset, or is closed")
-        return self._lease
 
     def _guess(self, action: Action) -> int | None:
         """The value of a valid call, else None."""

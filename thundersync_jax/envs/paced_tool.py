@@ -20,7 +20,8 @@ from collections.abc import Sequence
 
 from thundersync_jax.envs.base import Action, Attempt, Environment, Observation
 from thundersync_jax.envs.options import Delay, check_least
-from thundersync_jax.sandbox.base import SandboxError, SandboxLease
+from thundersync_jax.envs.sandboxed import SandboxedEnvironment
+from thundersync_jax.sandbox.base import SandboxError
 from thundersync_jax.trajectory import Task, TrajectoryKey
 
 _COMMAND_TIMEOUT_S = 20.0  # beyond the wait
@@ -111,19 +112,17 @@ def paced_tool(
     )
 
 
-class PacedTool:
+class PacedTool(SandboxedEnvironment):
     """One attempt."""
 
     def __init__(self, suite: PacedToolSuite, attempt: Attempt) -> None:
+        super().__init__(attempt)
         self._suite = suite
-        self._key = attempt.key
-        self._sandboxes = attempt.sandboxes
-        self._lease: SandboxLease | None = None
         self._turn = 0
 
     async def reset(self) -> None:
-        self._lease = await self._sandboxes.acquire(str(self._key))
-        await self._lease.run(_TOOL, _COMMAND_TIMEOUT_S)
+        await super().reset()
+        await self.sandbox.run(_TOOL, _COMMAND_TIMEOUT_S)
 
     async def step(self, action: Action) -> Observation:
         suite, turn = self._suite, self._turn
@@ -131,29 +130,18 @@ class PacedTool:
         words = action.text.split("\n")
         number = int(words[0][1:]) if words[0].startswith("w") else 0
         num_answer = max(0, suite.turn_tokens - len(words))
-        wait_s = suite.wait_s(self._key, turn)
+        wait_s = suite.wait_s(self.attempt.key, turn)
         call = f"tool {number} {wait_s:.6f} {num_answer} {suite.num_words}"
-        result = await self._sandbox.run(call, wait_s + _COMMAND_TIMEOUT_S)
+        result = await self.sandbox.run(call, wait_s + _COMMAND_TIMEOUT_S)
         answer = result.output.strip()
         if result.exit_code != 0 or len(answer.split()) != num_answer:
-            raise SandboxError(f"{self._key}: the tool answered {result!r}")
+            raise SandboxError(f"{self.attempt.key}: the tool answered {result!r}")
         return Observation(text=answer, is_done=self._turn == suite.num_turns)
 
     async def grade(self) -> float:
-        numbers = [int(line) for line in (await self._sandbox.read_file(_LOG)).split()]
+        numbers = [int(line) for line in (await self.sandbox.read_file(_LOG)).split()]
         if len(numbers) != self._turn:
             raise SandboxError(
-                f"{self._key}: the log holds {len(numbers)} calls, expected {self._turn}"
+                f"{self.attempt.key}: the log holds {len(numbers)} calls, expected {self._turn}"
             )
         return sum(numbers) / len(numbers) / self._suite.num_words
-
-    async def close(self) -> None:
-        lease, self._lease = self._lease, None
-        if lease is not None:
-            await lease.release()
-
-    @property
-    def _sandbox(self) -> SandboxLease:
-        if self._lease is None:
-            raise SandboxError(f"{self._key}: the environment was not reset, or is closed")
-        return self._lease
