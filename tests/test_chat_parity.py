@@ -15,23 +15,22 @@ from thundersync_jax.rollout.chat_renderer import ChatRenderer, make_renderer
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 
-OPTIONS: dict[str, dict[str, Any]] = {"plain": {}, "not thinking": {"enable_thinking": False}}
+NOT_THINKING = {"enable_thinking": False}
+CASES = [(name, {}) for name in TEMPLATES]  # an option that a template does not read is refused
+CASES += [(name, NOT_THINKING) for name, text in TEMPLATES.items() if "enable_thinking" in text]
 SAID = ("<think>\nhm\n</think>\n\nIs it 3?", "Grüße, 🙂!", "<think>\n\n</think>\n\n")
 
 
 @pytest.mark.parametrize("is_file", [True, False])
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("family", TEMPLATES)
+@pytest.mark.parametrize(("family", "options"), CASES)
 def test_every_context_is_what_transformers_renders(
-    family: str, options: str, is_file: bool, tmp_path: Path
+    family: str, options: dict[str, Any], is_file: bool, tmp_path: Path
 ):
     """Turns said in the tokenizer's own ids; kept or rewritten, with tools and without."""
     transformers = pytest.importorskip("transformers")
-    if options == "not thinking" and "enable_thinking" not in TEMPLATES[family]:
-        return  # refused here; there a variable that nothing reads changes nothing
     write_tokenizer(tmp_path, family, as_file=is_file)
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
-    section = ChatSection(tokenizer=str(tmp_path), template_options=OPTIONS[options])
+    section = ChatSection(tokenizer=str(tmp_path), template_options=options)
     ours = make_renderer(GuessSuite(system="Be brief."), section)
     assert isinstance(ours, ChatRenderer)
     messages = ours.messages(TASK)
@@ -41,7 +40,7 @@ def test_every_context_is_what_transformers_renders(
     context = prompt + conversation.opening_ids
     for said in SAID:
         want = theirs.apply_chat_template(
-            messages, tools=tools, add_generation_prompt=True, return_dict=False, **OPTIONS[options]
+            messages, tools=tools, add_generation_prompt=True, return_dict=False, **options
         )
         assert list(context) == list(want)
         ids = (*ours.tokenizer.encode(said), ours.traits.end_id)
