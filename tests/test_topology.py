@@ -68,6 +68,12 @@ def test_ids_are_places_in_the_mesh_whatever_its_order() -> None:
 
 
 @needs_libtpu
+def test_a_mesh_may_divide_the_axes_of_its_slice() -> None:
+    """As configs/ has them for v6e:8x8 and v5p:4x4x4."""
+    assert on_topology("divided") == [[4, 8, 2, 64], [2, 16, 2, 64]]
+
+
+@needs_libtpu
 def test_an_unknown_topology_is_named_with_some_that_exist() -> None:
     for message in on_topology("unknown"):
         assert "v9z:2x4" in message or "v5e:3x5" in message

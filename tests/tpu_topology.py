@@ -151,6 +151,17 @@ def numbering() -> list[dict[str, int]]:
     return found
 
 
+def divided() -> list[list[int]]:
+    """Sizes of meshes of slices whose own axes they divide, and how many devices are in them."""
+    found = []
+    for name, shape in (("v6e:8x8", (4, 8, 2)), ("v5p:4x4x4", (2, 16, 2))):
+        data, fsdp, tensor = shape
+        devices = topology.topology_devices(name)
+        mesh = sharding.make_mesh(sharding.MeshShape(data=data, fsdp=fsdp, tensor=tensor), devices)
+        found.append([*mesh.devices.shape, len(set(mesh.devices.flat))])
+    return found
+
+
 def unknown() -> list[str]:
     messages = []
     for name in ("v9z:2x4", "v5e:3x5"):
@@ -162,5 +173,5 @@ def unknown() -> list[str]:
 
 
 if __name__ == "__main__":
-    made = (kernel, gradients, logits, numbering, unknown)
+    made = (kernel, gradients, logits, numbering, divided, unknown)
     print(json.dumps({f.__name__: f for f in made}[sys.argv[1]]()))

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from thundersync_jax.errors import UserError
@@ -64,19 +65,19 @@ class MeshShape:
 
 
 def make_mesh(shape: MeshShape, devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh of the given shape over `devices` (all of them by default)."""
+    """A mesh of the given shape over `devices` (all of them by default), near ones along `tensor`;
+    an axis may be a part of one of the slice's own.
+    """
     found = list(jax.devices() if devices is None else devices)
     if shape.num_devices != len(found):
         raise MeshError(
             f"a mesh of {dataclasses.astuple(shape)} needs {shape.num_devices} devices, got "
             f"{len(found)}: pass as many as it has, or another shape"
         )
-    return jax.make_mesh(
-        (shape.data, shape.fsdp, shape.tensor),
-        (DATA, FSDP, TENSOR),
-        devices=found,
-        axis_types=(AxisType.Auto,) * 3,
+    placed = mesh_utils.create_device_mesh(
+        dataclasses.astuple(shape), found, allow_split_physical_axes=True
     )
+    return Mesh(placed, (DATA, FSDP, TENSOR), axis_types=(AxisType.Auto,) * 3)
 
 
 def partition_spec(axes: Sequence[str]) -> PartitionSpec:
