@@ -8,6 +8,7 @@ import dataclasses
 import importlib
 import itertools
 import math
+import sys
 from pathlib import Path
 
 import jax
@@ -310,8 +311,39 @@ REFUSED = {
     ),
     "advantages that change": (
         {"advantages": lambda r: r * next(CALLS)},
-        "expected the same ones whenever they are asked for",
+        r"advantages\(.* and then .*: expected the same whenever it is asked for",
     ),
+    "shaped rewards that change": (
+        {"shape_reward": lambda r, n: r + next(CALLS)},
+        r"shape_reward\(.* and then .*: expected the same",
+    ),
+    "groups that are kept at times": (
+        {"keeps_group": lambda r: next(CALLS) % 2 == 0},
+        r"keeps_group\(.* and then .*: expected the same",
+    ),
+    "a scale that changes": (
+        {
+            "streams": Streams.GROUP,
+            "score": token_scores.WithAdvantage(score=token_scores.log_probability),
+            "advantage_scale": lambda a: float(next(CALLS)),
+        },
+        r"advantage_scale\(.* and then .*: expected the same",
+    ),
+    "a group's score without its advantage": (
+        {"streams": Streams.GROUP},
+        "rewards would be ignored. Multiply it by Tokens.advantages",
+    ),
+    "a score without a slope": (
+        {"score": lambda t: jax.lax.stop_gradient(t.logprobs)},
+        "nothing would be learned",
+    ),
+    "a score of the sampler": ({"score": lambda t: t.behavior_logprobs}, "would be learned"),
+    "weights that are all 0": (
+        {"token_weights": lambda m: np.zeros(m.size)},
+        "would be learned: .* token weights above 0",
+    ),
+    "an exit in the score": ({"score": lambda t: sys.exit(7)}, "score raised SystemExit: 7"),
+    "an exit in the advantages": ({"advantages": lambda r: sys.exit(7)}, "raised SystemExit: 7"),
     "advantages that are texts": (
         {"advantages": lambda r: r.astype(str)},
         "one finite number each",
@@ -385,7 +417,11 @@ REFUSED = {
     ),
     "a normalizer of no length": (
         {"normalizer": Normalizer(kind=Kind.CONSTANT, length=0)},
-        "length = 0: expected a number of tokens, at least 1",
+        "length = 0: expected a number of tokens from 1",
+    ),
+    "a length beyond every number": (
+        {"normalizer": Normalizer(kind=Kind.CONSTANT, length=10**400)},
+        r"length = 10+\.\.\.0+: expected a number of tokens from 1 to 2147483647",
     ),
     "a length below 0": (
         {"normalizer": Normalizer(kind=Kind.CONSTANT, length=-5)},
@@ -398,6 +434,10 @@ REFUSED = {
     "an infinite coefficient": (
         {"terms": (Term(name="k", value=lambda t: t.logprobs, coefficient=math.inf),)},
         "k: coefficient = inf: expected a finite number",
+    ),
+    "a coefficient beyond float32": (
+        {"terms": (Term(name="k", value=lambda t: t.logprobs, coefficient=-1e39),)},
+        r"k: coefficient = -1e\+39: expected a finite number of at most 1e\+30",
     ),
     "a coefficient that is a text": (
         {"terms": (Term(name="k", value=lambda t: t.logprobs, coefficient="1.0"),)},

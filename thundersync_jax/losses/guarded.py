@@ -64,7 +64,7 @@ class _Guarded:
     def __call__(self, *arguments: Any) -> Any:
         try:
             found = self.function(*arguments)
-        except Exception as error:  # a user's code, whatever it raises
+        except (Exception, SystemExit) as error:  # a user's code, whatever it raises
             raise ObjectiveError(
                 f"{self._call(arguments)} raised {describe_error(error)}. Expected "
                 f"{self.value.expected}: mend the function"

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import math
 import numbers
+import reprlib
 from collections.abc import Iterator
 
 import numpy as np
@@ -32,6 +32,7 @@ from thundersync_jax.losses.score_check import NEVER_BY_TURNS, check_score, chec
 
 _SIZES = range(1, 17)  # of a group, or of a step
 _NUM_WEIGHED = 18  # tokens whose weights must not change as they grow in number
+_MAX_LENGTH, _MAX_COEFFICIENT = 2**31 - 1, 1e30
 _RELATIVE = 1e-9  # of the greatest advantage: float64 leaves 1e-15 of rewards near 1
 _passed = set[Objective]()
 
@@ -63,7 +64,7 @@ def _try(objective: Objective) -> None:
         check_score(objective)
     except UserError:
         raise
-    except Exception as error:  # a user's code, whatever it raises
+    except (Exception, SystemExit) as error:  # a user's code, whatever it raises
         raise ObjectiveError(
             f"objective {objective.name!r}: trying it raised {describe_error(error)}. "
             "docs/objectives.md says what its functions are given and what they return"
@@ -99,25 +100,32 @@ def _typed_fields(objective: Objective) -> Iterator[tuple[str, object, type]]:
 def _check_rewards(objective: Objective, rewards: np.ndarray) -> None:
     """What is made of a group's rewards, as graded."""
     name = f"objective {objective.name!r}"
+    given = rewards.tolist()
     found, _ = advantages_of(objective, rewards)
     again, _ = advantages_of(objective, rewards)
-    if not np.array_equal(found, again):
-        raise ObjectiveError(
-            f"{name}: the rewards {rewards.tolist()} have the advantages {found.tolist()} and then "
-            f"{again.tolist()}: expected the same ones whenever they are asked for"
-        )
-    scale_of(objective, found)
+    _check_same(f"{name}: advantages({given})", found.tolist(), again.tolist())
+    scales = [scale_of(objective, found) for _ in range(2)]
+    _check_same(f"{name}: advantage_scale({found.tolist()})", *scales)
     for num_tokens in (0, 1, 1000):
-        shaped = objective.shape_reward(float(rewards[0]), num_tokens)
+        shaped, again_shaped = (
+            objective.shape_reward(float(rewards[0]), num_tokens) for _ in range(2)
+        )
         if not isinstance(shaped, float | int) or not np.isfinite(shaped):
             raise ObjectiveError(
                 f"{name}: shape_reward({rewards[0]}, {num_tokens}) is {shaped!r}: expected a "
                 "finite number"
             )
-    keeps = objective.keeps_group(rewards.copy())
+        _check_same(f"{name}: shape_reward({rewards[0]}, {num_tokens})", shaped, again_shaped)
+    keeps, again_keeps = (objective.keeps_group(rewards.copy()) for _ in range(2))
     if not isinstance(keeps, bool | np.bool_):
+        raise ObjectiveError(f"{name}: keeps_group({given}) is {keeps!r}: expected True or False")
+    _check_same(f"{name}: keeps_group({given})", keeps, again_keeps)
+
+
+def _check_same(call: str, found: object, again: object) -> None:
+    if found != again:
         raise ObjectiveError(
-            f"{name}: keeps_group({rewards.tolist()}) is {keeps!r}: expected True or False"
+            f"{call} is {found} and then {again}: expected the same whenever it is asked for"
         )
 
 
@@ -160,15 +168,16 @@ def check_final_weights(objective: Objective, given: np.ndarray, whole: np.ndarr
 def _check_declaration(objective: Objective) -> None:
     name = f"objective {objective.name!r}"
     lengths = [n.length for n in (objective.normalizer, *(t.normalizer for t in objective.terms))]
-    if min(lengths) < 1:
+    if wrong := [length for length in lengths if not 1 <= length <= _MAX_LENGTH]:
         raise ObjectiveError(
-            f"{name}: a normalizer has length = {min(lengths)}: expected a number of tokens, at "
-            "least 1, by which its sum is divided"
+            f"{name}: a normalizer has length = {reprlib.repr(wrong[0])}: expected a number of "
+            f"tokens from 1 to {_MAX_LENGTH}, by which its sum is divided"
         )
     for term in objective.terms:
-        if not math.isfinite(term.coefficient):
+        if not abs(term.coefficient) <= _MAX_COEFFICIENT:
             raise ObjectiveError(
-                f"{name}: {term.name}: coefficient = {term.coefficient}: expected a finite number"
+                f"{name}: {term.name}: coefficient = {term.coefficient}: expected a finite number "
+                f"of at most {_MAX_COEFFICIENT:g} in size, whose products float32 holds"
             )
     if objective.group_terms and objective.is_linear:
         raise ObjectiveError(
@@ -243,7 +252,8 @@ def advantages_of(
         raise ObjectiveError(
             f"{name} declares streams = {objective.streams.value!r}, but its advantages are not "
             f"affine in the reward: {rewards.tolist()} have {found.tolist()}, {error:.3g} off the "
-            "line through the least and the greatest. Declare Streams.GROUP: its members then run "
+            "line through the least and the greatest. Declare Streams.GROUP, and multiply the "
+            "score by Tokens.advantages (losses.token_scores.WithAdvantage): its members then run "
             "when their group's rewards are known"
         )
     return found, line

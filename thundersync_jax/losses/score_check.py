@@ -42,6 +42,7 @@ def check_score(objective: Objective) -> None:
     if objective.advantage_scale is not None and not objective.is_linear:
         _check_doubles(objective)
     _check_alone(objective)
+    _check_learns(objective)
 
 
 def check_separable(objective: Objective) -> None:
@@ -69,7 +70,7 @@ def _check_values(objective: Objective, tokens: Tokens) -> None:
     for part, function in parts.items():
         try:
             values, again = jnp.asarray(function(tokens)), jnp.asarray(function(tokens))
-        except Exception as error:  # a user's code, whatever it raises
+        except (Exception, SystemExit) as error:  # a user's code, whatever it raises
             raise ObjectiveError(
                 f"{name}, which declares streams = {objective.streams.value!r}: {part} raised "
                 f"{describe_error(error)}. Tokens.advantages is there with Streams.GROUP alone, "
@@ -114,6 +115,29 @@ def _check_alone(objective: Objective) -> None:
                 "are 1, 2, ... for those of a lane, and 0 for padding"
             )
         begin += length
+
+
+def _check_learns(objective: Objective) -> None:
+    """Something must have a slope, and with the rewards of a group another one."""
+    tokens, weights, others = lane = _lane(objective, [_LENGTHS[0]])
+    slopes = _slopes(objective, lane)
+    if not slopes.any():
+        raise ObjectiveError(
+            f"objective {objective.name!r}: no sum of it has a slope in any log-probability or "
+            f"entropy of {_LENGTHS[0]} tokens, so nothing would be learned: expected a score of "
+            "Tokens.logprobs, without stop_gradient around all of it, and token weights above 0"
+        )
+    if objective.is_linear:
+        return
+    assert tokens.advantages is not None
+    against = tokens.replace(advantages=-tokens.advantages)
+    opposite = _slopes(objective, (against, weights, others))
+    if _are_close(opposite, slopes):
+        raise ObjectiveError(
+            f"objective {objective.name!r} declares streams = 'group', and its score has the same "
+            "slopes with advantages of the opposite sign: rewards would be ignored. Multiply it by "
+            "Tokens.advantages, as losses.token_scores.WithAdvantage does"
+        )
 
 
 def _lane(
