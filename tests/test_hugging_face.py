@@ -129,6 +129,8 @@ def test_everything_that_is_missing_or_misshapen_is_named_at_once(tmp_path: Path
 
 
 def test_broken_directories_are_refused(tmp_path: Path):
+    with pytest.raises(ModelError, match=r"nowhere: there is no such directory"):
+        HuggingFaceDirectory(tmp_path / "nowhere")
     with pytest.raises(ModelError, match=r"config\.json: expected a JSON file.*FileNotFoundError"):
         HuggingFaceDirectory(tmp_path)
     export_hugging_face(LLAMA, random_params(LLAMA, 0), tmp_path, max_file_bytes=3000)
@@ -150,9 +152,90 @@ def test_broken_directories_are_refused(tmp_path: Path):
         ({"attention_bias": True}, r"attention_bias = True \(expected False\)"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type = 'yarn': expected 'default'"),
-        ({"hidden_size": None}, "no 'hidden_size'"),
+        ({"layer_types": ["sliding_attention"] * 3}, r"layer_types.*one of \['full_attention'\]"),
+        ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor = 0.5 \(expected 1.0\)"),
+        ({"rope_parameters": {"rope_theta": 1e4, "mscale": 2}}, r"has \['mscale'\]"),
+        ({"rope_parameters": {"rope_theta": 5.0}}, "rope_theta says 10000.0.*says 5.0.*Keep one"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 4}},
+            r"rope_parameters says None;.*rope_scaling says LinearRopeScaling\(factor=4.0\)",
+        ),
     ],
 )
 def test_what_the_decoder_does_not_do_is_refused(changes: dict[str, Any], message: str):
     with pytest.raises(ModelError, match=message):
         read_config(write_config(LLAMA) | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": "32"}, "hidden_size = '32': expected an integer from 1 on"),
+        ({"hidden_size": 32.0}, "hidden_size = 32.0: expected an integer"),
+        ({"num_hidden_layers": [2]}, r"num_hidden_layers = \[2\]: expected an integer"),
+        ({"num_attention_heads": True}, "num_attention_heads = True: expected an integer"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads = 0: expected an integer from 1 on"),
+        ({"hidden_size": None}, "hidden_size = None: expected an integer"),
+        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps = '1e-6': expected a positive number"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps = nan: expected a positive number"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings = 'false': expected true or"),
+        ({"model_type": ["llama"]}, r"model_type = \['llama'\]: expected one of"),
+        ({"rope_parameters": [1]}, r"rope_parameters is \[1\]: expected a JSON object"),
+        ({"rope_parameters": {"rope_theta": None}}, "rope_theta = None: expected a positive"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": "4"}}, "factor = '4': expected a"),
+        ({"layer_types": "all"}, "layer_types = 'all': expected a list of strings"),
+    ],
+)
+def test_a_value_of_another_type_is_named(changes: dict[str, Any], message: str):
+    with pytest.raises(ModelError, match=f"^of mine.*{message}"):
+        read_config(write_config(LLAMA) | changes, "of mine")
+
+
+@pytest.mark.parametrize("text", [[], None, "model_type", 5])
+def test_a_file_of_another_thing_than_an_object_is_named(text: Any, tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps(text))
+    assert not import_hf.is_hugging_face(tmp_path)
+    with pytest.raises(ModelError, match=r"config\.json is .*: expected a JSON object"):
+        HuggingFaceDirectory(tmp_path)
+
+
+FULL, LOCAL = "full_attention", "sliding_attention"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"rope_parameters": {LOCAL: {"rope_type": "linear", "factor": 8.0}}},
+            "sliding_attention: rope_type = 'linear': expected 'default'",
+        ),
+        ({"rope_parameters": {"rope_theta": 7.0}}, r"rope_parameters has \['rope_theta'\]"),
+        ({"layer_types": [FULL, LOCAL, "chunked_attention"]}, "layer_types.*chunked.*expected of"),
+        ({"layer_types": [FULL]}, "layer_types = .*expected of each of 3 layers"),
+        ({"query_pre_attn_scalar": 24.5}, "query_pre_attn_scalar = 24.5: expected an integer"),
+        ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar = 0: expected an integer from 1"),
+        ({"sliding_window": 0}, "sliding_window = 0: expected an integer from 1"),
+        ({"sliding_window": "8"}, "sliding_window = '8': expected an integer"),
+        ({"sliding_window_pattern": 0}, "sliding_window_pattern = 0: expected an integer from 1"),
+    ],
+)
+def test_what_gemma_has_beside_is_checked(changes: dict[str, Any], message: str):
+    with pytest.raises(ModelError, match=message):
+        read_config(write_config(GEMMA) | changes)
+
+
+def test_the_base_of_one_kind_of_layers_alone_counts():
+    text = write_config(GEMMA)
+    for key in ("rope_theta", "rope_scaling", "rope_local_base_freq"):
+        del text[key]
+    scaling = {"rope_type": "linear", "factor": 2.0, "rope_theta": 777}
+    config = read_config(text | {"rope_parameters": {FULL: scaling}})
+    assert (config.rope_theta, config.local_rope_theta) == (777.0, 1e4)
+    assert config.rope_scaling == LinearRopeScaling(factor=2.0)
+    config = read_config(text | {"rope_parameters": {LOCAL: {"rope_theta": 5}}})
+    assert (config.rope_theta, config.local_rope_theta) == (1e6, 5.0)
+
+
+def test_a_model_without_windows_is_written_and_read():
+    config = dataclasses.replace(GEMMA, windows=(0, 0, 0))
+    assert read_config(write_config(config)) == config

@@ -25,6 +25,7 @@ from thundersync_jax.model.families import Tensor, read_config, tensors
 from thundersync_jax.model.presets import ModelError, TransformerConfig
 from thundersync_jax.model.safetensors_file import SafetensorsFile, StoredTensor
 from thundersync_jax.model.transformer import Params, abstract_params, logical_axes
+from thundersync_jax.model.typed_values import TypedValues
 
 INDEX = "model.safetensors.index.json"
 _STRIP_BYTES = 512 * 2**10
@@ -34,9 +35,10 @@ _ALIGNMENT = 64  # of host memory that JAX's CPU back-end takes over without a c
 def is_hugging_face(root: Path) -> bool:
     """Whether a directory is meant as one, and not as a run's."""
     try:
-        return "model_type" in json.loads((root / "config.json").read_text(encoding="utf-8"))
+        text = json.loads((root / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
+    return isinstance(text, dict) and "model_type" in text
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,9 +92,13 @@ class HuggingFaceDirectory:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        text = self._json("config.json")
-        self.config = read_config(text)
-        self.max_context: int | None = text.get("max_position_embeddings")
+        if not root.is_dir():
+            raise ModelError(f"{root}: there is no such directory")
+        text, where = self._json("config.json"), str(root / "config.json")
+        self.config = read_config(text, where)
+        self.max_context: int | None = TypedValues(text, where).integer(
+            "max_position_embeddings", None
+        )
         self._files = contextlib.ExitStack()
         self._stored = self._open()
 
@@ -184,7 +190,7 @@ class HuggingFaceDirectory:
             stored |= file.tensors
         return stored
 
-    def _json(self, name: str) -> dict[str, Any]:
+    def _json(self, name: str) -> Any:
         try:
             return json.loads((self.root / name).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
