@@ -57,6 +57,7 @@ MODELS = {
     "qwen3": dataclasses.replace(LLAMA, use_qk_norm=True, tie_embeddings=True),
     "gemma3": GEMMA,
 }
+INDEX = "model.safetensors.index.json"
 one_model = pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
 
 
@@ -114,6 +115,7 @@ def test_presets_are_written_and_read_as_they_are(name: str):
 
 def test_everything_that_is_missing_or_misshapen_is_named_at_once(tmp_path: Path):
     export_hugging_face(LLAMA, random_params(LLAMA, 0), tmp_path, dtype="float32")
+    (tmp_path / INDEX).unlink()
     (file,) = tmp_path.glob("*.safetensors")
     arrays = load_file(file)
     del arrays["model.layers.1.mlp.up_proj.weight"]
@@ -141,6 +143,98 @@ def test_broken_directories_are_refused(tmp_path: Path):
         HuggingFaceDirectory(tmp_path)
     last.unlink()
     with pytest.raises(ModelError, match=rf"lacks \['{last.name}'\]"):
+        HuggingFaceDirectory(tmp_path)
+
+
+NORM = "model.norm.weight"
+
+
+def changed(root: Path, config: TransformerConfig, **arrays: np.ndarray) -> None:
+    """A model in one file without an index, with more or other tensors."""
+    export_hugging_face(config, random_params(config, 0), root, dtype="float32")
+    (root / INDEX).unlink()
+    (file,) = root.glob("*.safetensors")
+    save_file(load_file(file) | arrays, root / "model.safetensors")
+    file.unlink()
+
+
+def test_tensors_that_the_model_does_not_have_are_named(tmp_path: Path):
+    extra = {"model.layers.0.self_attn.q_proj.bias": np.zeros(24, np.float32)}
+    changed(tmp_path, LLAMA, **extra, **{"model.rotary_emb.inv_freq": np.ones(3, np.float32)})
+    with HuggingFaceDirectory(tmp_path) as directory:
+        with pytest.raises(ModelError, match=r"1 tensors.*\n.*q_proj\.bias is in the files, the m"):
+            directory.check(LLAMA)
+        with pytest.raises(
+            ModelError, match=r"10 tensors do not fit(.|\n)*layers\.2\.mlp\.up_proj"
+        ):
+            directory.check(dataclasses.replace(LLAMA, num_layers=2))
+
+
+@pytest.mark.parametrize("add", [0.0, 1.0])
+def test_an_output_kernel_beside_a_tied_embedding_must_be_it(add: float, tmp_path: Path):
+    tied = dataclasses.replace(LLAMA, tie_embeddings=True)
+    changed(tmp_path, tied)
+    arrays = load_file(tmp_path / "model.safetensors")
+    kernel = arrays["model.embed_tokens.weight"].copy()
+    kernel[-1, -1] += add
+    save_file(arrays | {"lm_head.weight": kernel}, tmp_path / "model.safetensors")
+    with HuggingFaceDirectory(tmp_path) as directory:
+        if add:
+            with pytest.raises(
+                ModelError, match=r"tie_word_embeddings = true, yet lm_head.*expect"
+            ):
+                directory.load(tied, everywhere(tied))
+        else:
+            directory.load(tied, everywhere(tied))
+
+
+def test_a_tensor_is_in_one_file(tmp_path: Path):
+    changed(tmp_path, LLAMA)
+    save_file({NORM: np.zeros(16, np.float32)}, tmp_path / "old.safetensors")
+    with pytest.raises(ModelError, match=rf"1 ten.*\n.*{NORM} is in model\.saf.* and in old\.safe"):
+        HuggingFaceDirectory(tmp_path)
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {NORM: "old.safetensors"}}))
+    with pytest.raises(ModelError, match=rf"model\.safetensors beside {INDEX}.*one of the two"):
+        HuggingFaceDirectory(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda places: places.update({NORM: max(places.values())}),
+            rf"{NORM} is in model.*says mo",
+        ),
+        (lambda places: places.pop(NORM), rf"{NORM} is in model-.*index\.json says nothing of it"),
+        (lambda places: places.update(x=places[NORM]), "x is in no file.*says model-"),
+        (lambda places: places.update(x="no"), r"lacks \['no'\]"),
+        (lambda places: places.update(x="."), r"x = '\.': expected the name of a file"),
+        (lambda places: places.update(x="../x"), r"x = '\.\./x': expected the name of a file"),
+        (lambda places: places.update(x=5), "x = 5: expected a string"),
+        (lambda places: places.clear(), r"weight_map = \{\}: expected the file of every tensor"),
+    ],
+)
+def test_an_index_says_where_every_tensor_is(change: Any, message: str, tmp_path: Path):
+    export_hugging_face(LLAMA, random_params(LLAMA, 0), tmp_path, max_file_bytes=3000)
+    index = json.loads((tmp_path / INDEX).read_text())
+    change(index["weight_map"])
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    with pytest.raises(ModelError, match=message):
+        HuggingFaceDirectory(tmp_path)
+
+
+@pytest.mark.parametrize("index", [[1], None, {}, {"weight_map": None}, {"weight_map": [1]}])
+def test_an_index_of_another_type_is_refused(index: Any, tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps(write_config(LLAMA)))
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    with pytest.raises(ModelError, match=rf"{INDEX}.*: expected"):
+        HuggingFaceDirectory(tmp_path)
+
+
+def test_a_directory_is_no_file_of_tensors(tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps(write_config(LLAMA)))
+    (tmp_path / "model.safetensors").mkdir()
+    with pytest.raises(ModelError, match=r"lacks \['model\.safetensors'\]"):
         HuggingFaceDirectory(tmp_path)
 
 
