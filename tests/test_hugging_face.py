@@ -188,6 +188,24 @@ def test_an_output_kernel_beside_a_tied_embedding_must_be_it(add: float, tmp_pat
             directory.load(tied, everywhere(tied))
 
 
+@pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_tensor_with_a_number_that_is_not_finite_is_named(
+    number: float, dtype: str, tmp_path: Path
+):
+    params = random_params(LLAMA, 0)
+    params["blocks"]["mlp"]["up"]["kernel"] = (
+        params["blocks"]["mlp"]["up"]["kernel"].at[1, 3, 2].set(number)
+    )
+    export_hugging_face(LLAMA, params, tmp_path, dtype=dtype)
+    for config in (LLAMA, dataclasses.replace(LLAMA, param_dtype="bfloat16")):
+        with (
+            HuggingFaceDirectory(tmp_path) as directory,
+            pytest.raises(ModelError, match=r"layers\.1\.mlp\.up_proj\.weight has NaN, infinite"),
+        ):
+            directory.load(config, everywhere(config))
+
+
 def test_a_tensor_is_in_one_file(tmp_path: Path):
     changed(tmp_path, LLAMA)
     save_file({NORM: np.zeros(16, np.float32)}, tmp_path / "old.safetensors")

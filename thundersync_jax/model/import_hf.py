@@ -275,15 +275,25 @@ def _strips(parameter: Parameter, part: slice, row_bytes: int) -> Iterator[slice
 def _copy(
     stored: StoredTensor, parameter: Parameter, parts: Mapping[str, slice], out: np.ndarray
 ) -> None:
-    """Reads the parts of a tensor's axes into `out`, whose axes are in the file's order."""
+    """Reads the parts of a tensor's axes into `out`, whose axes are in the file's order.
+
+    Raises:
+      ModelError: a number of it is not finite.
+    """
     tensor, sizes = parameter.tensor, parameter.sizes
     rows, columns = ([_block(group, parts, sizes) for group in tensor.dims] + [slice(0, 1)])[:2]
     # A block is whole over the axes that share a dimension with a slower one; cut out of it now.
     slowest = {group[0] for group in tensor.dims}
     lengths = [_length(parts[axis]) if axis in slowest else sizes[axis] for axis in tensor.axes]
     cut = tuple(slice(None) if axis in slowest else parts[axis] for axis in tensor.axes)
-    found = stored.read(rows, columns).reshape(lengths)[cut]
-    out[...] = found.astype(out.dtype, copy=False)  # then turned: twice as fast as both in one
+    found = stored.read(rows, columns).reshape(lengths)[cut].astype(out.dtype, copy=False)
+    # NumPy is twenty times as slow in half precision as in single.
+    if not np.isfinite(found.astype(np.promote_types(out.dtype, np.float32), copy=False)).all():
+        raise ModelError(
+            f"{stored.name} has NaN, infinite or, in {out.dtype.name}, too large numbers: the "
+            "model cannot be computed with. Copy or save it again"
+        )
+    out[...] = found  # now turned: twice as fast as both in one
 
 
 def _block(group: Sequence[str], parts: Mapping[str, slice], sizes: Mapping[str, int]) -> slice:
