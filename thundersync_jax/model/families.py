@@ -343,7 +343,7 @@ def _write_gemma(config: TransformerConfig) -> dict[str, Any]:
     local = {"rope_type": "default", "rope_theta": config.local_rope_theta}
     return {
         "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": config.query_scale,
+        "query_pre_attn_scalar": config.query_scale or config.head_dim,
         "sliding_window": max(config.windows),
         "layer_types": [_LOCAL if window else _GLOBAL for window in config.windows],
         "rope_local_base_freq": config.local_rope_theta,

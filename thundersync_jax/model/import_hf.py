@@ -102,8 +102,9 @@ class HuggingFaceDirectory:
         self.max_context: int | None = TypedValues(text, where).integer(
             "max_position_embeddings", None
         )
-        self._files = contextlib.ExitStack()
-        self._stored = self._open()
+        with contextlib.ExitStack() as files:  # closes them if they are refused
+            self._stored = self._open(files)
+            self._files = files.pop_all()
 
     def __enter__(self) -> HuggingFaceDirectory:
         return self
@@ -197,9 +198,9 @@ class HuggingFaceDirectory:
                 f"from {_EMBEDDING}: expected false, or no {_OUTPUT}"
             )
 
-    def _open(self) -> dict[str, StoredTensor]:
+    def _open(self, files: contextlib.ExitStack) -> dict[str, StoredTensor]:
         """All tensors, each of the one file that has it: of those that an index names, or of all
-        that lie there.
+        that lie there. `files` closes them.
         """
         places = self._index()
         names = {path.name for path in self.root.glob("*.safetensors")}
@@ -221,7 +222,7 @@ class HuggingFaceDirectory:
         wrong = []
         for name in sorted(names):
             file = SafetensorsFile(self.root / name)
-            self._files.callback(file.close)
+            files.callback(file.close)
             twice = stored.keys() & file.tensors.keys()
             wrong += [f"{tensor} is in {found[tensor]} and in {name}" for tensor in twice]
             stored |= file.tensors
