@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,21 @@ HEADS, KV_HEADS, HEAD_DIM, EMBED, MLP, LAYERS = 4, 2, 8, 32, 64, 2
 BYTES = sorted({*"abcdefghijklmnopqrstuvwxyz0123456789.", "Ġ"})
 TOKENS = ["<|end|>", "<|start|>", *BYTES, "ab", "Ġab", "12"]
 MERGES = ["a b", "Ġ ab", "1 2"]
+METADATA = {
+    "llama.block_count": LAYERS,
+    "llama.embedding_length": EMBED,
+    "llama.feed_forward_length": MLP,
+    "llama.attention.head_count": HEADS,
+    "llama.attention.head_count_kv": KV_HEADS,
+    "llama.attention.layer_norm_rms_epsilon": 1e-5,
+    "llama.context_length": 128,
+    "llama.rope.freq_base": 1e5,
+    "llama.rope.dimension_count": HEAD_DIM,
+    "llama.rope.scaling.type": "none",
+    "llama.vocab_size": len(TOKENS),
+    "tokenizer.ggml.bos_token_id": 1,
+    "tokenizer.ggml.eos_token_id": 0,
+}
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 SHAPES = {
     "attn_norm": (EMBED,),
@@ -44,21 +60,13 @@ def written(path: Path, *, kind: str = "F32", **changes: Any) -> dict[str, np.nd
     """A small GGUF file with random tensors; returns these, as Hugging Face has them."""
     rng = np.random.default_rng(0)
     writer = gguf.GGUFWriter(path, changes.get("architecture", "llama"))
-    writer.add_block_count(LAYERS)
-    writer.add_embedding_length(EMBED)
-    writer.add_feed_forward_length(MLP)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
-    writer.add_context_length(128)
-    writer.add_rope_freq_base(1e5)
-    writer.add_layer_norm_rms_eps(1e-5)
+    for key, value in (METADATA | changes.get("metadata", {})).items():
+        _add(writer, key, value)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(changes.get("pre", "smollm"))
     writer.add_token_list(TOKENS)
-    writer.add_token_types([3, 3] + [1] * (len(TOKENS) - 2))
-    writer.add_token_merges(MERGES)
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(0)
+    writer.add_token_types(changes.get("kinds", [3, 3] + [1] * (len(TOKENS) - 2)))
+    writer.add_token_merges(changes.get("merges", MERGES))
     writer.add_chat_template(TEMPLATE)
     arrays = {"token_embd": rng.standard_normal((len(TOKENS), EMBED), np.float32)}
     arrays["output_norm"] = rng.standard_normal(EMBED, np.float32)
@@ -66,10 +74,11 @@ def written(path: Path, *, kind: str = "F32", **changes: Any) -> dict[str, np.nd
         for name, shape in SHAPES.items():
             arrays[f"blk.{layer}.{name}"] = rng.standard_normal(shape, np.float32)
     arrays |= changes.get("arrays", {})
+    arrays = {name: array for name, array in arrays.items() if array is not None}
     for name, array in arrays.items():
         stored = array
         for heads, which in ((HEADS, "attn_q"), (KV_HEADS, "attn_k")):
-            if name.endswith(which):
+            if name.endswith(which) and array.shape == SHAPES[which]:
                 stored = _alternating(array, heads)
         if kind != "F32" and array.ndim == 2:
             numbers = gguf.GGMLQuantizationType[kind]
@@ -81,6 +90,11 @@ def written(path: Path, *, kind: str = "F32", **changes: Any) -> dict[str, np.nd
     writer.write_tensors_to_file()
     writer.close()
     return arrays
+
+
+def _add(writer: Any, key: str, value: Any) -> None:
+    kinds = {int: "uint32", float: "float32", str: "string", list: "array"}
+    getattr(writer, f"add_{kinds[type(value)]}")(key, value)
 
 
 def _alternating(kernel: np.ndarray, heads: int) -> np.ndarray:
@@ -137,7 +151,15 @@ def test_its_tokenizer_and_template_come_along(tmp_path: Path):
     [
         ({"architecture": "mamba"}, r"architecture = 'mamba': expected one of \['llama'\]"),
         ({"pre": "tekken"}, r"tokenizer\.ggml\.pre = 'tekken': expected one of \['smollm'\]"),
-        ({"arrays": {"rope_freqs": np.ones(4, np.float32)}}, r"does not: rope_freqs\.weight"),
+        ({"arrays": {"rope_freqs": np.ones(4, np.float32)}}, r"rope_freqs\.weight is not known"),
+        ({"arrays": {"blk.9.ffn_up": np.ones((MLP, EMBED))}}, r"blk\.9\.ffn_up\.weight is not kn"),
+        ({"arrays": {"blk.1.ffn_up": None}}, r"1 tensors.*\n.*blk\.1\.ffn_up\.weight is missing"),
+        (
+            {"arrays": {"blk.0.attn_q": np.ones((30, EMBED), np.float32)}},
+            r"attn_q\.weight has shape \[30, 32\], its metadata asks for \[32, 32\]",
+        ),
+        ({"kinds": [3, 3]}, r"token_type = \[3, 3\]: expected a list of"),
+        ({"merges": ["abc", "z q"]}, r"merges of what is no token: \[\('abc',\), \('z', 'q'\)\]"),
     ],
 )
 def test_what_is_not_known_is_refused(changes: dict[str, Any], message: str, tmp_path: Path):
@@ -145,6 +167,40 @@ def test_what_is_not_known_is_refused(changes: dict[str, Any], message: str, tmp
     with pytest.raises(ModelError, match=message):
         convert_gguf(tmp_path / "model.gguf", tmp_path / "made")
     assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("llama.rope.scaling.type", "linear", "'none'"),
+        ("llama.rope.scale_linear", 4.0, "1.0"),
+        ("llama.rope.dimension_count", 4, "8"),
+        ("llama.attention.key_length", 16, "8"),
+        ("llama.attention.sliding_window", 4, "no such entry: it may change every logit"),
+        ("llama.expert_count", 8, "0"),
+        ("llama.logit_scale", 0.5, "no such entry"),
+        ("llama.attention.head_count", 0, "an integer from 1 on"),
+        ("llama.attention.head_count", [4, 4], "an integer from 1 on"),
+        ("llama.attention.head_count", "4", "an integer from 1 on"),
+        ("llama.rope.freq_base", "x", "a positive number"),
+        ("tokenizer.ggml.eos_token_id", 9999, "the id of one of"),
+    ],
+)
+def test_metadata_that_is_not_written_or_no_number_is_refused(
+    key: str, value: Any, expected: str, tmp_path: Path
+):
+    written(tmp_path / "model.gguf", metadata={key: value})
+    with pytest.raises(ModelError, match=re.escape(f"{key} = {value!r}: expected {expected}")):
+        convert_gguf(tmp_path / "model.gguf", tmp_path / "made")
+    assert not (tmp_path / "made").exists()
+
+
+def test_heads_that_do_not_share_the_width_are_refused(tmp_path: Path):
+    written(tmp_path / "model.gguf", metadata={"llama.attention.head_count": 3})
+    with pytest.raises(
+        ModelError, match="embedding_length = 32, head_count = 3, head_count_kv = 2"
+    ):
+        convert_gguf(tmp_path / "model.gguf", tmp_path / "made")
 
 
 def test_a_file_that_is_cut_off_or_none_is_refused(tmp_path: Path):
@@ -155,7 +211,7 @@ def test_a_file_that_is_cut_off_or_none_is_refused(tmp_path: Path):
         path.write_bytes(content)
         with pytest.raises(ModelError, match=r"model\.gguf cannot be read as GGUF.*copy it again"):
             convert_gguf(path, tmp_path / "made")
-    with pytest.raises(ModelError, match=r"FileNotFoundError"):
+    with pytest.raises(ModelError, match=r"missing\.gguf: there is no such file"):
         convert_gguf(tmp_path / "missing.gguf", tmp_path / "made")
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 from thundersync_jax.model.layers import ADAPTER
 from thundersync_jax.model.presets import (
@@ -18,9 +18,14 @@ from thundersync_jax.model.presets import (
     ModelError,
     TransformerConfig,
 )
+from thundersync_jax.model.typed_values import TypedValues
 
-Json = Mapping[str, Any]
+T = TypeVar("T")
 _LOCAL, _GLOBAL = "sliding_attention", "full_attention"  # kinds of layers of Gemma 3
+_ROPE_KEYS = {
+    *("rope_theta", "rope_type", "type", "factor", "low_freq_factor", "high_freq_factor"),
+    *("original_max_position_embeddings", "partial_rotary_factor"),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,27 +66,33 @@ class Family:
     fields: Mapping[str, Any]
 
 
-def read_config(text: Json) -> TransformerConfig:
+def read_config(text: Any, where: str = "config.json") -> TransformerConfig:
     """The shapes that a `config.json` describes, in float32.
 
+    Args:
+      text: what the file holds.
+      where: names it in errors.
+
     Raises:
-      ModelError: the architecture is not supported, or asks for what the decoder does not have.
+      ModelError: the architecture is not supported, or asks for what the decoder does not have; or
+        a value has another type.
     """
-    family = _family(text)
-    _check_supported(family, text)
-    num_heads = _entry(text, "num_attention_heads")
+    values = TypedValues(text, where)
+    family = _family(values)
+    _check_supported(family, values)
+    num_heads, width = values.integer("num_attention_heads"), values.integer("hidden_size")
     return TransformerConfig(
-        vocab_size=_entry(text, "vocab_size"),
-        embed_dim=_entry(text, "hidden_size"),
-        num_layers=_entry(text, "num_hidden_layers"),
+        vocab_size=values.integer("vocab_size"),
+        embed_dim=width,
+        num_layers=values.integer("num_hidden_layers"),
         num_heads=num_heads,
-        num_kv_heads=text.get("num_key_value_heads") or num_heads,
-        head_dim=text.get("head_dim") or _entry(text, "hidden_size") // num_heads,
-        mlp_dim=_entry(text, "intermediate_size"),
-        rms_norm_eps=text.get("rms_norm_eps", 1e-6),
-        tie_embeddings=text.get("tie_word_embeddings", family.fields["scale_embeddings"]),
+        num_kv_heads=values.integer("num_key_value_heads", None) or num_heads,
+        head_dim=values.integer("head_dim", None) or width // num_heads,
+        mlp_dim=values.integer("intermediate_size"),
+        rms_norm_eps=values.number("rms_norm_eps", 1e-6),
+        tie_embeddings=values.boolean("tie_word_embeddings", family.fields["scale_embeddings"]),
         **family.fields,
-        **(_read_gemma(text) if family.model_type == "gemma3_text" else _read_rope(text)),
+        **(_read_gemma(values) if family.model_type == "gemma3_text" else _read_rope(values)),
     )
 
 
@@ -181,23 +192,18 @@ def _parsed(dims: str) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(group.strip("()").split()) for group in re.findall(r"\([^)]*\)|\w+", dims))
 
 
-def _family(text: Json) -> Family:
-    model_type = text.get("model_type")
-    if model_type not in FAMILIES:
-        raise ModelError(
-            f"config.json: model_type = {model_type!r}: expected one of {sorted(FAMILIES)} "
-            "(Llama 3.x and SmolLM2, Qwen2.5, dense Qwen3, Gemma 3 text)"
+def _family(values: TypedValues) -> Family:
+    model_type = values.get("model_type")
+    if model_type not in list(FAMILIES):
+        raise values.error(
+            "model_type",
+            f"one of {sorted(FAMILIES)} (Llama 3.x and SmolLM2, Qwen2.5, dense Qwen3, Gemma 3 "
+            "text)",
         )
     return FAMILIES[model_type]
 
 
-def _entry(text: Json, key: str) -> Any:
-    if text.get(key) is None:
-        raise ModelError(f"config.json has no {key!r}, which shapes the model")
-    return text[key]
-
-
-def _check_supported(family: Family, text: Json) -> None:
+def _check_supported(family: Family, values: TypedValues) -> None:
     """What would change the logits, and the decoder does not do."""
     activation = {"silu": "silu", "gelu": "gelu_pytorch_tanh"}[family.fields["activation"]]
     wanted: dict[str, Any] = {
@@ -210,15 +216,16 @@ def _check_supported(family: Family, text: Json) -> None:
         "attn_logit_softcapping": None,
         "final_logit_softcapping": None,
         "quantization_config": None,
+        "partial_rotary_factor": 1.0,
     }
     found = {
-        key: text[key]
+        key: values.get(key)
         for key, value in wanted.items()
-        if text.get(key) is not None and text[key] != value
+        if values.get(key) is not None and values.get(key) != value
     }
     if found:
         raise ModelError(
-            "config.json: "
+            f"{values.where}: "
             + ", ".join(
                 f"{key} = {value!r} (expected {wanted[key]!r})" for key, value in found.items()
             )
@@ -226,31 +233,67 @@ def _check_supported(family: Family, text: Json) -> None:
         )
 
 
-def _read_rope(text: Json) -> dict[str, Any]:
+def _layer_kinds(values: TypedValues, known: tuple[str, ...]) -> list[str] | None:
+    """Of every layer, where the file says."""
+    kinds, num_layers = values.texts("layer_types", None), values.integer("num_hidden_layers")
+    if kinds is not None and (len(kinds) != num_layers or set(kinds) - set(known)):
+        raise values.error("layer_types", f"of each of {num_layers} layers one of {list(known)}")
+    return kinds
+
+
+def _read_rope(values: TypedValues) -> dict[str, Any]:
     """`rope_parameters` as newer files have it, or `rope_theta` and `rope_scaling`."""
-    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    theta: Any = rope.get("rope_theta", text.get("rope_theta", 1e4))
-    return {"rope_theta": float(theta), "rope_scaling": _read_scaling(rope)}
+    _layer_kinds(values, (_GLOBAL,))
+    ropes = [values.inner("rope_parameters"), values.inner("rope_scaling")]
+    theta, scaling = _rope(values, "rope_theta", ropes, 1e4)
+    return {"rope_theta": theta, "rope_scaling": scaling}
 
 
-def _read_scaling(rope: Json) -> Llama3RopeScaling | LinearRopeScaling | None:
-    match rope.get("rope_type", rope.get("type", "default")):
-        case "default":
-            return None
+def _rope(
+    outer: TypedValues, key: str, ropes: Sequence[TypedValues], default: float
+) -> tuple[float, Llama3RopeScaling | LinearRopeScaling | None]:
+    """The base and the stretching on which all of `ropes`, and the base `key` of `outer`, agree."""
+    places = [(outer, key), *((rope, "rope_theta") for rope in ropes)]
+    found = {f"{at.where}: {key}": at.number(key) for at, key in places if key in at}
+    scalings = {rope.where: _read_scaling(rope) for rope in ropes if list(rope)}
+    return _agreed(found, default), _agreed(scalings, None)
+
+
+def _agreed(found: Mapping[str, T], default: T) -> T:
+    """The one value of all places that name it."""
+    if len(set(found.values())) > 1:
+        raise ModelError(
+            "; ".join(f"{where} says {value}" for where, value in found.items())
+            + ": expected the same of all, for programs differ in which they read. Keep one"
+        )
+    return next(iter(found.values()), default)
+
+
+def _read_scaling(rope: TypedValues) -> Llama3RopeScaling | LinearRopeScaling | None:
+    kind = _agreed(
+        {f"{rope.where}: {key}": rope.text(key) for key in ("rope_type", "type") if key in rope},
+        "default",
+    )
+    if kind not in ("default", "linear", "llama3"):
+        raise ModelError(
+            f"{rope.where}: rope_type = {kind!r}: expected 'default', 'linear' or 'llama3'. "
+            "Stretched positions of another kind would change every logit"
+        )
+    if unknown := sorted(set(rope) - _ROPE_KEYS):
+        raise ModelError(f"{rope.where} has {unknown}: expected some of {sorted(_ROPE_KEYS)}")
+    if rope.get("partial_rotary_factor") not in (None, 1):
+        raise rope.error("partial_rotary_factor", "1: all of a head is rotated")
+    match kind:
         case "linear":
-            return LinearRopeScaling(factor=_entry(rope, "factor"))
+            return LinearRopeScaling(factor=rope.number("factor"))
         case "llama3":
             return Llama3RopeScaling(
-                factor=_entry(rope, "factor"),
-                low_freq_factor=_entry(rope, "low_freq_factor"),
-                high_freq_factor=_entry(rope, "high_freq_factor"),
-                original_max_position=_entry(rope, "original_max_position_embeddings"),
+                factor=rope.number("factor"),
+                low_freq_factor=rope.number("low_freq_factor"),
+                high_freq_factor=rope.number("high_freq_factor"),
+                original_max_position=rope.integer("original_max_position_embeddings"),
             )
-        case other:
-            raise ModelError(
-                f"config.json: rope_type = {other!r}: expected 'default', 'linear' or 'llama3'. "
-                "Stretched positions of another kind would change every logit"
-            )
+    return None
 
 
 def _write_rope(config: TransformerConfig) -> dict[str, Any]:
@@ -269,24 +312,29 @@ def _write_rope(config: TransformerConfig) -> dict[str, Any]:
     return rope
 
 
-def _read_gemma(text: Json) -> dict[str, Any]:
+def _read_gemma(values: TypedValues) -> dict[str, Any]:
     """Windows and positions of its two kinds of layers."""
-    num_layers, window = _entry(text, "num_hidden_layers"), _entry(text, "sliding_window")
-    every = text.get("sliding_window_pattern", 6)
-    kinds = text.get("layer_types") or [
-        _GLOBAL if (layer + 1) % every == 0 else _LOCAL for layer in range(num_layers)
+    every = values.integer("sliding_window_pattern", 6)
+    kinds = _layer_kinds(values, (_LOCAL, _GLOBAL)) or [
+        _GLOBAL if (layer + 1) % every == 0 else _LOCAL
+        for layer in range(values.integer("num_hidden_layers"))
     ]
-    both = text.get("rope_parameters") or {}
-    rope, local = both.get(_GLOBAL, {}), both.get(_LOCAL, {})
-    if not (rope and local):
-        rope = {"rope_theta": text.get("rope_theta", 1e6), **(text.get("rope_scaling") or {})}
-        local = {"rope_theta": text.get("rope_local_base_freq", 1e4)}
+    window = values.integer("sliding_window") if _LOCAL in kinds else 0
+    both = values.inner("rope_parameters")
+    if unknown := sorted(set(both) - {_LOCAL, _GLOBAL}):
+        raise ModelError(f"{both.where} has {unknown}: expected {_GLOBAL!r} and {_LOCAL!r} only")
+    ropes = [both.inner(_GLOBAL), values.inner("rope_scaling")]
+    theta, scaling = _rope(values, "rope_theta", ropes, 1e6)
+    local = both.inner(_LOCAL)
+    local_theta, local_scaling = _rope(values, "rope_local_base_freq", [local], 1e4)
+    if local_scaling is not None:
+        raise local.error("rope_type", "'default': the decoder stretches no layer with a window")
     return {
         "windows": tuple(window if kind == _LOCAL else 0 for kind in kinds),
-        "query_scale": int(_entry(text, "query_pre_attn_scalar")),
-        "rope_theta": float(rope["rope_theta"]),
-        "rope_scaling": _read_scaling(rope),
-        "local_rope_theta": float(local["rope_theta"]),
+        "query_scale": values.integer("query_pre_attn_scalar"),
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "local_rope_theta": local_theta,
     }
 
 
@@ -295,7 +343,7 @@ def _write_gemma(config: TransformerConfig) -> dict[str, Any]:
     local = {"rope_type": "default", "rope_theta": config.local_rope_theta}
     return {
         "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": config.query_scale,
+        "query_pre_attn_scalar": config.query_scale or config.head_dim,
         "sliding_window": max(config.windows),
         "layer_types": [_LOCAL if window else _GLOBAL for window in config.windows],
         "rope_local_base_freq": config.local_rope_theta,

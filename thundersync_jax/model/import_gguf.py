@@ -18,23 +18,31 @@ from safetensors.numpy import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from thundersync_jax.model.presets import ModelError
+from thundersync_jax.model.typed_values import TypedValues
 
 _ARCHITECTURE = "llama"
+# Hugging Face's name of every tensor, and its dimensions by `GgufFile._sizes`.
 _WHOLE = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
+    "token_embd": ("model.embed_tokens", "vocab embed"),
+    "output_norm": ("model.norm", "embed"),
+    "output": ("lm_head", "vocab embed"),
 }
 _LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
+    "attn_norm": ("input_layernorm", "embed"),
+    "attn_q": ("self_attn.q_proj", "queries embed"),
+    "attn_k": ("self_attn.k_proj", "keys embed"),
+    "attn_v": ("self_attn.v_proj", "keys embed"),
+    "attn_output": ("self_attn.o_proj", "embed queries"),
+    "ffn_norm": ("post_attention_layernorm", "embed"),
+    "ffn_gate": ("mlp.gate_proj", "mlp embed"),
+    "ffn_up": ("mlp.up_proj", "mlp embed"),
+    "ffn_down": ("mlp.down_proj", "embed mlp"),
+}
+# Metadata of the architecture that config.json has. Another key may change every logit.
+_READ = {
+    *("block_count", "context_length", "embedding_length", "feed_forward_length"),
+    *("attention.head_count", "attention.head_count_kv", "attention.layer_norm_rms_epsilon"),
+    "rope.freq_base",
 }
 # How text is split before byte-level BPE, by tokenizer.ggml.pre.
 _SPLITS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
@@ -51,16 +59,18 @@ def convert_gguf(source: Path, root: Path) -> None:
     """Writes config.json, model.safetensors and the tokenizer of `source` to the directory `root`.
 
     Raises:
-      ModelError: it is no GGUF file, or not one of a model and tokenizer that are known here.
+      ModelError: it is no GGUF file, or not one of a model and tokenizer that are known here; then
+        nothing is written.
     """
     file = GgufFile(source)
-    config, arrays = file.config(), dict(file.arrays())
+    contents = {
+        "config.json": file.config(),
+        "tokenizer.json": json.loads(file.tokenizer().to_str()),
+        "tokenizer_config.json": file.tokenizer_config(),
+    }
+    arrays = dict(file.arrays())
     root.mkdir(parents=True, exist_ok=True)
-    for name, content in (
-        ("config.json", config),
-        ("tokenizer.json", json.loads(file.tokenizer().to_str())),
-        ("tokenizer_config.json", file.tokenizer_config()),
-    ):
+    for name, content in contents.items():
         (root / name).write_text(json.dumps(content, indent=1), encoding="utf-8")
     save_file(arrays, root / "model.safetensors", metadata={"format": "pt"})
 
@@ -70,6 +80,8 @@ class GgufFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        if not path.is_file():
+            raise ModelError(f"{path}: there is no such file")
         try:
             self._reader = GGUFReader(path)
         except (OSError, ValueError, IndexError) as error:
@@ -77,59 +89,67 @@ class GgufFile:
                 f"{path} cannot be read as GGUF ({type(error).__name__}: {error}): copy it again"
             ) from error
         self._tensors: dict[str, ReaderTensor] = {t.name: t for t in self._reader.tensors}
+        fields = self._reader.fields.items()
+        self._values = TypedValues({key: field.contents() for key, field in fields}, str(path))
         self._check("general.architecture", (_ARCHITECTURE,))
         self._check("tokenizer.ggml.model", ("gpt2",))
         self._check("tokenizer.ggml.pre", tuple(_SPLITS))
+        self._sizes = self._read_sizes()
+        self._check_metadata()
+        self._check_tensors()
 
     def config(self) -> dict[str, Any]:
         """Its config.json."""
-
-        def of(key: str) -> Any:
-            return self._entry(f"{_ARCHITECTURE}.{key}")
-
+        values = self._values
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
-            "vocab_size": len(self._entry("tokenizer.ggml.tokens")),
-            "hidden_size": of("embedding_length"),
-            "num_hidden_layers": of("block_count"),
-            "num_attention_heads": of("attention.head_count"),
-            "num_key_value_heads": of("attention.head_count_kv"),
-            "intermediate_size": of("feed_forward_length"),
-            "max_position_embeddings": of("context_length"),
-            "rope_theta": _decimal(of("rope.freq_base")),
-            "rms_norm_eps": _decimal(of("attention.layer_norm_rms_epsilon")),
+            "vocab_size": self._sizes["vocab"],
+            "hidden_size": self._sizes["embed"],
+            "num_hidden_layers": self._size("block_count"),
+            "num_attention_heads": self._size("attention.head_count"),
+            "num_key_value_heads": self._size("attention.head_count_kv"),
+            "intermediate_size": self._sizes["mlp"],
+            "max_position_embeddings": self._size("context_length"),
+            "rope_theta": _decimal(values.number(f"{_ARCHITECTURE}.rope.freq_base")),
+            "rms_norm_eps": _decimal(
+                values.number(f"{_ARCHITECTURE}.attention.layer_norm_rms_epsilon")
+            ),
             "tie_word_embeddings": "output.weight" not in self._tensors,
-            "bos_token_id": self._entry("tokenizer.ggml.bos_token_id"),
-            "eos_token_id": self._entry("tokenizer.ggml.eos_token_id"),
+            "bos_token_id": self._special_id("bos"),
+            "eos_token_id": self._special_id("eos"),
             "torch_dtype": "float32",
         }
 
     def arrays(self) -> Iterator[tuple[str, np.ndarray]]:
         """Every tensor by Hugging Face's name, float32."""
         heads = {
-            "attn_q": self._entry(f"{_ARCHITECTURE}.attention.head_count"),
-            "attn_k": self._entry(f"{_ARCHITECTURE}.attention.head_count_kv"),
+            "attn_q": self._size("attention.head_count"),
+            "attn_k": self._size("attention.head_count_kv"),
         }
-        unknown = [name for name in self._tensors if _name(name) is None]
-        if unknown:
-            raise ModelError(
-                f"{self._path} has tensors that a {_ARCHITECTURE} model of these families does "
-                f"not: {', '.join(unknown[:8])}. They would change every logit"
-            )
-        for name, tensor in self._tensors.items():
-            found, array = _name(name), self._dequantized(tensor)
-            assert found is not None
-            if num_heads := heads.get(name.split(".")[-2]):
-                array = _halves(array, num_heads)
-            yield found, array
+        for name, (theirs, _) in self._expected().items():
+            if name in self._tensors:
+                array = self._dequantized(self._tensors[name])
+                if num_heads := heads.get(name.split(".")[-2]):
+                    array = _halves(array, num_heads)
+                yield theirs, array
 
     def tokenizer(self) -> Tokenizer:
         """Its tokenizer.json: byte-level BPE."""
-        tokens, kinds = (self._entry(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
-        merges = [tuple(pair.split(" ")) for pair in self._entry("tokenizer.ggml.merges")]
-        found = Tokenizer(models.BPE({t: i for i, t in enumerate(tokens)}, merges))
-        found.pre_tokenizer = _SPLITS[self._entry("tokenizer.ggml.pre")]()
+        values, tokens = self._values, self._tokens()
+        kinds = values.get("tokenizer.ggml.token_type")
+        if not isinstance(kinds, list) or len(kinds) != len(tokens):
+            raise values.error("tokenizer.ggml.token_type", f"a list of {len(tokens)} kinds")
+        merges = [tuple(pair.split(" ")) for pair in values.texts("tokenizer.ggml.merges")]
+        ids = {token: at for at, token in enumerate(tokens)}
+        wrong = [m for m in merges if len(m) != 2 or not ids.keys() >= {*m, "".join(m)}]
+        if wrong or len(ids) < len(tokens):
+            raise ModelError(
+                f"{self._path}: {len(tokens)} tokens, {len(ids)} of them different, and merges of "
+                f"what is no token: {wrong[:4]}: expected different ones and no such merges"
+            )
+        found = Tokenizer(models.BPE(ids, merges))
+        found.pre_tokenizer = _SPLITS[values.text("tokenizer.ggml.pre")]()
         found.decoder = decoders.ByteLevel()
         found.add_special_tokens(
             [
@@ -142,22 +162,103 @@ class GgufFile:
 
     def tokenizer_config(self) -> dict[str, Any]:
         """Its tokenizer_config.json, with the chat template."""
-        tokens = self._entry("tokenizer.ggml.tokens")
+        tokens = self._tokens()
         named = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-        ids = {ours: self._find(f"tokenizer.ggml.{key}_token_id") for ours, key in named.items()}
+        ids = {ours: self._special_id(theirs, None) for ours, theirs in named.items()}
         return {
             "tokenizer_class": "PreTrainedTokenizerFast",
-            "model_max_length": self._entry(f"{_ARCHITECTURE}.context_length"),
+            "model_max_length": self._size("context_length"),
             "clean_up_tokenization_spaces": False,
             **{f"{name}_token": tokens[at] for name, at in ids.items() if at is not None},
-            "chat_template": self._find("tokenizer.chat_template"),
+            "chat_template": self._values.text("tokenizer.chat_template", None),
+        }
+
+    def _size(self, key: str) -> int:
+        return self._values.integer(f"{_ARCHITECTURE}.{key}")
+
+    def _tokens(self) -> list[str]:
+        return self._values.texts("tokenizer.ggml.tokens")
+
+    def _special_id(self, name: str, *default: None) -> int | None:
+        key = f"tokenizer.ggml.{name}_token_id"
+        found = self._values.integer(key, *default, least=0)
+        if found is not None and found >= len(self._tokens()):
+            raise self._values.error(key, f"the id of one of {len(self._tokens())} tokens")
+        return found
+
+    def _read_sizes(self) -> dict[str, int]:
+        width, num_heads = self._size("embedding_length"), self._size("attention.head_count")
+        num_kv_heads = self._size("attention.head_count_kv")
+        if width % (2 * num_heads) or num_heads % num_kv_heads:
+            raise ModelError(
+                f"{self._path}: embedding_length = {width}, head_count = {num_heads}, "
+                f"head_count_kv = {num_kv_heads}: expected even heads, as many for each kv head"
+            )
+        return {
+            "vocab": len(self._tokens()),
+            "embed": width,
+            "queries": width,
+            "keys": width // num_heads * num_kv_heads,
+            "mlp": self._size("feed_forward_length"),
+        }
+
+    def _check_metadata(self) -> None:
+        """Metadata that config.json has not says what follows from the rest."""
+        head_dim = self._sizes["embed"] // self._size("attention.head_count")
+        follows = {
+            "vocab_size": self._sizes["vocab"],
+            "rope.dimension_count": head_dim,
+            "attention.key_length": head_dim,
+            "attention.value_length": head_dim,
+            "rope.scaling.type": "none",
+            "rope.scale_linear": 1.0,
+            "expert_count": 0,
+            "expert_used_count": 0,
+        }
+        for name in self._values:
+            architecture, _, key = name.partition(".")
+            if architecture != _ARCHITECTURE or key in _READ:
+                continue
+            if key not in follows:
+                raise self._values.error(name, "no such entry: it may change every logit")
+            if self._values.get(name) != follows[key]:
+                raise self._values.error(name, f"{follows[key]!r}, for this is all that is known")
+
+    def _check_tensors(self) -> None:
+        """Raises ModelError naming all that is missing, misshapen or unknown at once."""
+        expected, wrong = self._expected(), []
+        for name, (_, want) in expected.items():
+            if name in self._tensors:
+                shape = _shape(self._tensors[name])
+                if shape != want:
+                    wrong.append(f"{name} has shape {shape}, its metadata asks for {want}")
+            elif name != "output.weight":
+                wrong.append(f"{name} is missing")
+        wrong += [f"{name} is not known" for name in self._tensors.keys() - expected.keys()]
+        if wrong:
+            raise ModelError(
+                f"{self._path}: {len(wrong)} tensors are not those of a {_ARCHITECTURE} model, "
+                "which would change every logit:\n  " + "\n  ".join(sorted(wrong)[:100])
+            )
+
+    def _expected(self) -> dict[str, tuple[str, list[int]]]:
+        """Hugging Face's name and the shape of every tensor."""
+        found = {ours: (f"{theirs}.weight", dims) for ours, (theirs, dims) in _WHOLE.items()}
+        for layer in range(self._size("block_count")):
+            for ours, (theirs, dims) in _LAYER.items():
+                name = f"model.layers.{layer}.{theirs}.weight"
+                found[f"blk.{layer}.{ours}"] = (name, dims)
+        return {
+            f"{ours}.weight": (name, [self._sizes[axis] for axis in dims.split()])
+            for ours, (name, dims) in found.items()
         }
 
     def _dequantized(self, tensor: ReaderTensor) -> np.ndarray:
-        shape = [int(size) for size in reversed(tensor.shape)]
         try:
             # As one row: the library's loop over groups of rows takes ten times as long.
-            return dequantize(tensor.data.reshape(1, -1), tensor.tensor_type).reshape(shape)
+            return dequantize(tensor.data.reshape(1, -1), tensor.tensor_type).reshape(
+                _shape(tensor)
+            )
         except NotImplementedError as error:
             raise ModelError(
                 f"{self._path}: {tensor.name} has numbers of the kind {tensor.tensor_type.name}, "
@@ -165,31 +266,14 @@ class GgufFile:
             ) from error
 
     def _check(self, key: str, expected: tuple[str, ...]) -> None:
-        if self._entry(key) not in expected:
-            raise ModelError(
-                f"{self._path}: {key} = {self._entry(key)!r}: expected one of {list(expected)}. "
-                "Take the model as a Hugging Face directory"
+        if self._values.text(key) not in expected:
+            raise self._values.error(
+                key, f"one of {list(expected)}. Take the model as a Hugging Face directory"
             )
 
-    def _entry(self, key: str) -> Any:
-        value = self._find(key)
-        if value is None:
-            raise ModelError(f"{self._path} has no {key!r}: it is not a whole model")
-        return value
 
-    def _find(self, key: str) -> Any:
-        field = self._reader.get_field(key)
-        return None if field is None else field.contents()
-
-
-def _name(name: str) -> str | None:
-    """Hugging Face's; None for what is not known."""
-    *layer, kind, suffix = name.split(".")
-    if suffix != "weight":
-        return None
-    if not layer:
-        return f"{_WHOLE[kind]}.weight" if kind in _WHOLE else None
-    return f"model.layers.{layer[-1]}.{_LAYER[kind]}.weight" if kind in _LAYER else None
+def _shape(tensor: ReaderTensor) -> list[int]:
+    return [int(size) for size in reversed(tensor.shape)]
 
 
 def _halves(kernel: np.ndarray, num_heads: int) -> np.ndarray:

@@ -25,18 +25,23 @@ from thundersync_jax.model.families import Tensor, read_config, tensors
 from thundersync_jax.model.presets import ModelError, TransformerConfig
 from thundersync_jax.model.safetensors_file import SafetensorsFile, StoredTensor
 from thundersync_jax.model.transformer import Params, abstract_params, logical_axes
+from thundersync_jax.model.typed_values import TypedValues
 
 INDEX = "model.safetensors.index.json"
+_OUTPUT, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_FOLLOWS = "rotary_emb.inv_freq"  # tensors that follow from config.json
 _STRIP_BYTES = 512 * 2**10
+_MOST_LINES = 100  # of an error
 _ALIGNMENT = 64  # of host memory that JAX's CPU back-end takes over without a copy
 
 
 def is_hugging_face(root: Path) -> bool:
     """Whether a directory is meant as one, and not as a run's."""
     try:
-        return "model_type" in json.loads((root / "config.json").read_text(encoding="utf-8"))
+        text = json.loads((root / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
+    return isinstance(text, dict) and "model_type" in text
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,11 +95,16 @@ class HuggingFaceDirectory:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        text = self._json("config.json")
-        self.config = read_config(text)
-        self.max_context: int | None = text.get("max_position_embeddings")
-        self._files = contextlib.ExitStack()
-        self._stored = self._open()
+        if not root.is_dir():
+            raise ModelError(f"{root}: there is no such directory")
+        text, where = self._json("config.json"), str(root / "config.json")
+        self.config = read_config(text, where)
+        self.max_context: int | None = TypedValues(text, where).integer(
+            "max_position_embeddings", None
+        )
+        with contextlib.ExitStack() as files:  # closes them if they are refused
+            self._stored = self._open(files)
+            self._files = files.pop_all()
 
     def __enter__(self) -> HuggingFaceDirectory:
         return self
@@ -110,6 +120,7 @@ class HuggingFaceDirectory:
           shardings: a pytree like the parameters.
         """
         self.check(config)
+        self._check_tied(config)
         params: Params = {}
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as threads:
             # The largest first: a device that copies a host's array holds it twice for a moment.
@@ -150,41 +161,100 @@ class HuggingFaceDirectory:
         return piece
 
     def check(self, config: TransformerConfig) -> None:
-        """Raises ModelError naming everything that is missing or misshapen at once."""
-        wrong = []
+        """Raises ModelError naming all that is missing, misshapen or not of the model at once."""
+        wrong, unused = [], set(self._stored)
         for parameter in parameters(config):
             for layer in range(parameter.num_layers):
                 name, want = parameter.tensor.name.format(layer), parameter.file_shape
+                unused.discard(name)
                 if name not in self._stored:
                     wrong.append(f"{name} is missing")
                 elif self._stored[name].shape != want:
                     found = list(self._stored[name].shape)
                     wrong.append(f"{name} has shape {found}, config.json asks for {list(want)}")
-        if wrong:
+        if config.tie_embeddings:
+            unused.discard(_OUTPUT)  # held against the embedding when that is read
+        wrong += [
+            f"{name} is in the files, the model that config.json describes has none"
+            for name in unused
+            if not name.endswith(_FOLLOWS)
+        ]
+        self._refuse(wrong, "tensors do not fit config.json")
+
+    def _check_tied(self, config: TransformerConfig) -> None:
+        """An output kernel in the files is the embedding that stands for it."""
+        output, embedding = self._stored.get(_OUTPUT), self._stored[_EMBEDDING]
+        if output is None or not config.tie_embeddings:
+            return
+        same = (output.shape, output.dtype) == (embedding.shape, embedding.dtype)
+        step = max(1, _STRIP_BYTES // embedding.row_bytes)
+        for start in range(0, embedding.shape[0], step) if same else ():
+            rows = slice(start, min(start + step, embedding.shape[0]))
+            one, other = (t.read(rows, slice(0, t.shape[1])) for t in (output, embedding))
+            same = same and one.tobytes() == other.tobytes()
+        if not same:
             raise ModelError(
-                f"{self.root}: {len(wrong)} tensors do not fit config.json:\n  "
-                + "\n  ".join(wrong)
+                f"{self.root}: config.json has tie_word_embeddings = true, yet {_OUTPUT} differs "
+                f"from {_EMBEDDING}: expected false, or no {_OUTPUT}"
             )
 
-    def _open(self) -> dict[str, StoredTensor]:
-        if (self.root / INDEX).exists():
-            names = sorted(set(self._json(INDEX).get("weight_map", {}).values()))
-        else:
-            names = sorted(path.name for path in self.root.glob("*.safetensors"))
-        missing = [name for name in names if not (self.root / name).exists()]
+    def _open(self, files: contextlib.ExitStack) -> dict[str, StoredTensor]:
+        """All tensors, each of the one file that has it: of those that an index names, or of all
+        that lie there. `files` closes them.
+        """
+        places = self._index()
+        names = {path.name for path in self.root.glob("*.safetensors")}
+        if places is not None:
+            if "model.safetensors" in names.difference(places.values()):
+                raise ModelError(
+                    f"{self.root} has model.safetensors beside {INDEX}, which does not name it: "
+                    "expected one of the two, for programs differ in which they read"
+                )
+            names = set(places.values())
+        missing = [name for name in sorted(names) if not (self.root / name).is_file()]
         if missing or not names:
             raise ModelError(
                 f"{self.root} lacks {missing or ['*.safetensors']}: expected a directory as "
                 "`save_pretrained` writes it, with all its files"
             )
         stored: dict[str, StoredTensor] = {}
-        for name in names:
+        found: dict[str, str] = {}
+        wrong = []
+        for name in sorted(names):
             file = SafetensorsFile(self.root / name)
-            self._files.callback(file.close)
+            files.callback(file.close)
+            twice = stored.keys() & file.tensors.keys()
+            wrong += [f"{tensor} is in {found[tensor]} and in {name}" for tensor in twice]
             stored |= file.tensors
+            found |= dict.fromkeys(file.tensors, name)
+        for tensor in found.keys() | places.keys() if places is not None else ():
+            is_in, said = found.get(tensor, "no file"), places.get(tensor, "nothing of it")
+            if is_in != said:
+                wrong.append(f"{tensor} is in {is_in}, {INDEX} says {said}")
+        self._refuse(wrong, "tensors are not in one file each")
         return stored
 
-    def _json(self, name: str) -> dict[str, Any]:
+    def _index(self) -> dict[str, str] | None:
+        """The file of every tensor; None without an index."""
+        if not (self.root / INDEX).exists():
+            return None
+        index = TypedValues(self._json(INDEX), str(self.root / INDEX))
+        places = index.inner("weight_map")
+        if not list(places):
+            raise index.error("weight_map", "the file of every tensor, and at least one")
+        found = {tensor: places.text(tensor) for tensor in places}
+        for tensor, name in found.items():
+            if Path(name).name != name:
+                raise places.error(tensor, "the name of a file in the directory")
+        return found
+
+    def _refuse(self, wrong: Sequence[str], what: str) -> None:
+        if wrong:
+            shown = "\n  ".join(sorted(wrong)[:_MOST_LINES])
+            rest = f"\n  and {len(wrong) - _MOST_LINES} more" * (len(wrong) > _MOST_LINES)
+            raise ModelError(f"{self.root}: {len(wrong)} {what}:\n  {shown}{rest}")
+
+    def _json(self, name: str) -> Any:
         try:
             return json.loads((self.root / name).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -206,15 +276,25 @@ def _strips(parameter: Parameter, part: slice, row_bytes: int) -> Iterator[slice
 def _copy(
     stored: StoredTensor, parameter: Parameter, parts: Mapping[str, slice], out: np.ndarray
 ) -> None:
-    """Reads the parts of a tensor's axes into `out`, whose axes are in the file's order."""
+    """Reads the parts of a tensor's axes into `out`, whose axes are in the file's order.
+
+    Raises:
+      ModelError: a number of it is not finite.
+    """
     tensor, sizes = parameter.tensor, parameter.sizes
     rows, columns = ([_block(group, parts, sizes) for group in tensor.dims] + [slice(0, 1)])[:2]
     # A block is whole over the axes that share a dimension with a slower one; cut out of it now.
     slowest = {group[0] for group in tensor.dims}
     lengths = [_length(parts[axis]) if axis in slowest else sizes[axis] for axis in tensor.axes]
     cut = tuple(slice(None) if axis in slowest else parts[axis] for axis in tensor.axes)
-    found = stored.read(rows, columns).reshape(lengths)[cut]
-    out[...] = found.astype(out.dtype, copy=False)  # then turned: twice as fast as both in one
+    found = stored.read(rows, columns).reshape(lengths)[cut].astype(out.dtype, copy=False)
+    # NumPy is twenty times as slow in half precision as in single.
+    if not np.isfinite(found.astype(np.promote_types(out.dtype, np.float32), copy=False)).all():
+        raise ModelError(
+            f"{stored.name} has NaN, infinite or, in {out.dtype.name}, too large numbers: the "
+            "model cannot be computed with. Copy or save it again"
+        )
+    out[...] = found  # now turned: twice as fast as both in one
 
 
 def _block(group: Sequence[str], parts: Mapping[str, slice], sizes: Mapping[str, int]) -> slice:

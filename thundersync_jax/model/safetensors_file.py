@@ -89,7 +89,7 @@ class SafetensorsFile:
         try:
             with safe_open(path, framework="numpy"):  # holds the header against the file's length
                 pass
-        except SafetensorError as error:
+        except (OSError, SafetensorError) as error:
             raise ModelError(f"{path} cannot be read ({error}): copy it again") from error
         self._file = os.open(path, os.O_RDONLY)
         length = int.from_bytes(os.pread(self._file, 8, 0), "little")
