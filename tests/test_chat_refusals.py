@@ -60,10 +60,12 @@ def test_a_run_is_not_resumed_with_another_template(tmp_path: Path):
     (tmp_path / "run").mkdir()
     before, after = (renderer_of(tmp_path, family) for family in ("qwen2.5", "qwen3"))
     fingerprint = after.tokenizer.fingerprint
-    workdir.claim(config, tokenizer=fingerprint, template=before.template_fingerprint)
+    before_it = before.template_fingerprint
+    workdir.claim(config, model=model, tokenizer=fingerprint, template=before_it)
     with pytest.raises(ConfigError, match=r"holds a run with a chat template of fingerprint"):
         check_learning(config, model, after, workdir)
-    workdir.claim(config, tokenizer=fingerprint, template=after.template_fingerprint)
+    template = after.template_fingerprint
+    workdir.claim(config, model=model, tokenizer=fingerprint, template=template)
     assert check_learning(config, model, after, workdir) is None
 
 

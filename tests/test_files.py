@@ -19,6 +19,7 @@ from thundersync_jax.metrics import (
     read_jsonl,
     write_jsonl_atomically,
 )
+from thundersync_jax.model.presets import LinearRopeScaling, preset
 from thundersync_jax.trajectory import (
     Rollout,
     TrajectoryBuilder,
@@ -143,10 +144,10 @@ def test_a_damaged_step_is_named_with_what_to_do(tmp_path: Path):
 
 
 def test_a_work_directory_resumes_its_own_configuration_only(tmp_path: Path):
-    workdir = WorkDirectory(tmp_path / "run")
+    workdir, model = WorkDirectory(tmp_path / "run"), preset("micro", vocab_size=9)
     workdir.open(RunConfig())
     assert not workdir.config.exists()  # a refused configuration does not claim the directory
-    workdir.claim(RunConfig(), tokenizer="0")
+    workdir.claim(RunConfig(), model=model, tokenizer="0")
     with pytest.raises(ConfigError, match="in use by another process"):
         WorkDirectory(tmp_path / "run").open(RunConfig())
     workdir.close()
@@ -162,6 +163,16 @@ def test_a_work_directory_resumes_its_own_configuration_only(tmp_path: Path):
     workdir.check_template("")
     with pytest.raises(ConfigError, match=r"a chat template of fingerprint none, and .* now has 1"):
         workdir.check_template("1")
+    for changes, difference in (
+        ({"rope_theta": 77.0}, r"rope_theta: 10000.0 -> 77.0"),
+        ({"rope_scaling": LinearRopeScaling(factor=2)}, r"rope_scaling: None -> {'factor': 2}"),
+        ({"windows": (0, 4)}, r"windows: \[\] -> \[0, 4\]"),
+    ):
+        with pytest.raises(ConfigError, match=rf"{difference}\. With them its weights are another"):
+            workdir.check_model(dataclasses.replace(model, **changes))
+    workdir.check_model(model)
+    workdir.config.write_text(json.dumps({"config": {}}))  # of a run that wrote less
+    workdir.check_model(dataclasses.replace(model, rope_theta=77.0))
     workdir.config.write_text("{")
     with pytest.raises(ConfigError, match=r"config.json cannot be read"):
         workdir.open(RunConfig())

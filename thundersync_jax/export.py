@@ -74,12 +74,14 @@ def export(
     from thundersync_jax.initial_policy import make_model
     from thundersync_jax.model.export_hf import export_hugging_face
     from thundersync_jax.model.export_peft import export_peft
-    from thundersync_jax.runtime import load_renderer, load_suite
+    from thundersync_jax.runtime import check_saved, load_renderer, load_suite
 
     config = _config_of(workdir)
     jax.config.update("jax_enable_x64", config.model.dtype == "float64")
-    tokenizer = load_renderer(config, load_suite(config.env)).tokenizer
+    renderer = load_renderer(config, load_suite(config.env))
+    tokenizer = renderer.tokenizer
     model = make_model(config.model, tokenizer)
+    check_saved(workdir, model, renderer)
     saved = newest_step(workdir.checkpoints) if step is None else step
     if step is None and saved == FRESH:
         raise ConfigError(f"{workdir.checkpoints} holds no checkpoint: train the run first")
