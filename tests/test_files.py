@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from thundersync_jax.command_line import check_new_directory, check_new_file
 from thundersync_jax.config import RunConfig
 from thundersync_jax.errors import ConfigError
 from thundersync_jax.metrics import (
@@ -182,3 +183,24 @@ def test_a_work_directory_resumes_its_own_configuration_only(tmp_path: Path):
     (tmp_path / "run" / "compile_cache").write_text("")
     with pytest.raises(ConfigError, match="compile_cache is a file: remove it"):
         workdir.open(RunConfig())
+
+
+@pytest.mark.parametrize("name", ["file", "file/x", "full", "/proc/none", "x" * 300])
+def test_a_directory_that_cannot_be_written_is_refused_before_any_work(name: str, tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "full" / "content").mkdir(parents=True)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ConfigError, match=r"--to=.* (is not empty|cannot be written .*): give a"):
+        check_new_directory("to", tmp_path / name)
+    for good in ("new/below", "full/content"):
+        check_new_directory("to", tmp_path / good)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("name", ["", "none/p.json", "file/p.json"])
+def test_a_file_that_cannot_be_written_is_refused_before_any_work(name: str, tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"--json=.* cannot be written: expected a file in a"):
+        check_new_file("json", tmp_path / name)
+    check_new_file("json", tmp_path / "p.json")
+    check_new_file("json", tmp_path / "file")
