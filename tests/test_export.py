@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,11 +19,11 @@ from tokenizers import Tokenizer
 
 from thundersync_jax.config import resolve
 from thundersync_jax.errors import ConfigError
-from thundersync_jax.export import export as write
 from thundersync_jax.model.import_hf import HuggingFaceDirectory
 from thundersync_jax.model.presets import preset
 from thundersync_jax.rollout.chat import word_tokenizer
 from thundersync_jax.runtime import load_suite
+from thundersync_jax.saved_policy import FRESH
 from thundersync_jax.served_policy import load_engine
 from thundersync_jax.workdir import WorkDirectory
 
@@ -82,11 +83,13 @@ def test_what_is_no_run_is_refused(has_config: bool, message: str, tmp_path: Pat
 def test_weights_are_not_read_as_another_policys(
     changes: dict[str, Any], message: str, tmp_path: Path
 ):
+    """Nor served; `export` checks as `serve` does."""
     workdir = WorkDirectory(tmp_path)
     saved: dict[str, Any] = {"model": MODEL, "tokenizer": WORDS.fingerprint, "template": ""}
     workdir.claim(CONFIG, **saved | changes)
     with pytest.raises(ConfigError, match=message):
-        write(workdir, tmp_path / "to", step=0, dtype="float32", is_adapter=False, base="")
-    with pytest.raises(ConfigError, match=message):
-        load_engine(CONFIG, workdir, 0)
-    assert not (tmp_path / "to").exists()
+        load_engine(CONFIG, workdir, FRESH)
+    if "template" in changes:
+        done = export(workdir.root, tmp_path / "to", "--checkpoint_step=0")
+        assert done.returncode == 2 and re.search(message, done.stderr), done.stderr
+        assert not (tmp_path / "to").exists()

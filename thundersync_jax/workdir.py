@@ -31,7 +31,6 @@ import thundersync_jax
 from thundersync_jax.config import RunConfig, resume_differences, to_dict
 from thundersync_jax.errors import ConfigError
 from thundersync_jax.metrics import write_atomically
-from thundersync_jax.model.presets import TransformerConfig
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "google-jetstream", "numpy")
 
@@ -92,13 +91,11 @@ class WorkDirectory:
             self._lock.close()
             self._lock = None
 
-    def claim(
-        self, config: RunConfig, *, model: TransformerConfig, tokenizer: str, template: str = ""
-    ) -> None:
+    def claim(self, config: RunConfig, *, model: Any, tokenizer: str, template: str = "") -> None:
         """Writes config.json, once everything compiled and before any other file of the run.
 
         Args:
-          model: of its policy.
+          model: of its policy, a TransformerConfig.
           tokenizer: its fingerprint, which a student of this run must share.
           template: the chat template's, "" without one.
         """
@@ -131,9 +128,10 @@ class WorkDirectory:
                 + ". Use a new --workdir, or the saved values"
             )
 
-    def check_model(self, model: TransformerConfig) -> None:
-        """Raises ConfigError when the directory holds a run of another model: its weights would
-        compute something else. What a run did not write is not compared.
+    def check_model(self, model: Any) -> None:
+        """Raises ConfigError when the directory holds a run of another model, a
+        TransformerConfig: its weights would compute something else. What a run did not write is
+        not compared.
         """
         saved, now = self._saved("model") or {}, _plain(model)
         differences = [
@@ -186,7 +184,7 @@ class WorkDirectory:
             ) from error
 
 
-def _plain(model: TransformerConfig) -> Any:
+def _plain(model: Any) -> Any:
     """As JSON has it."""
     return json.loads(json.dumps(dataclasses.asdict(model)))
 
