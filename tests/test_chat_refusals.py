@@ -6,12 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_models import TEMPLATES
+from chat_models import TEMPLATES, write_tokenizer
 from test_chat import PROBE, TASK, GuessSuite, renderer_of
 
 from thundersync_jax.config import RunConfig, default_config, resolve
+from thundersync_jax.config_chat import ChatSection
+from thundersync_jax.envs.base import Message
 from thundersync_jax.errors import ConfigError
 from thundersync_jax.model.presets import preset
+from thundersync_jax.rollout.chat_renderer import ChatRenderer, make_renderer
 from thundersync_jax.rollout.chat_template import ChatTemplateError
 from thundersync_jax.runtime import check_history, check_learning, check_prompt
 from thundersync_jax.workdir import WorkDirectory
@@ -98,6 +101,66 @@ def test_messages_that_are_none_are_refused(given: Any, tmp_path: Path):
     with pytest.raises(
         ConfigError, match=r"task 'secret': messages.* gave .*expected a sequence of"
     ):
+        check_prompt(TASK, renderer, 1000)
+
+
+_SAID = ("system", "user", "assistant", "tool")
+
+
+def told(root: Path, template: str, *roles: str, tools: Any = ()) -> ChatRenderer:
+    """A renderer whose suite says a message of each role."""
+    suite = GuessSuite()
+    suite.messages = lambda task: [Message(role=role, content=f" I {role}. ") for role in roles]
+    suite.tools = tools
+    directory = write_tokenizer(root / "model", "smollm2", template=template)
+    made = make_renderer(suite, ChatSection(tokenizer=str(directory)))
+    assert isinstance(made, ChatRenderer)
+    return made
+
+
+def showing(*roles: str) -> str:
+    """A template that shows messages of these roles alone."""
+    ask = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    return (
+        f"{{% for m in messages %}}{{% if m.role in {roles} %}}"
+        "{{ '<|im_start|>' + m.role + '\\n' + m.content | trim + '<|im_end|>\\n' }}"
+        "{% endif %}{% endfor %}" + ask
+    )
+
+
+@pytest.mark.parametrize("lost", [(), ("system",), ("tool",), ("system", "tool")])
+def test_a_message_that_a_template_does_not_show_is_refused(lost: tuple[str, ...], tmp_path: Path):
+    renderer = told(tmp_path, showing(*(role for role in _SAID if role not in lost)), *_SAID)
+    if not lost:
+        return check_prompt(TASK, renderer, 1000)
+    found = ", ".join(rf"the message ' I {role}. ' of the role '{role}'" for role in lost)
+    with pytest.raises(ConfigError, match=f"task 'secret': .* does not show {found}, so the"):
+        check_prompt(TASK, renderer, 1000)
+
+
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_every_family_shows_what_is_said(family: str, tmp_path: Path):
+    suite = GuessSuite(system="You guess <|im_end|> well.")
+    check_prompt(TASK, renderer_of(tmp_path, family, suite), 2000)
+
+
+def test_tools_that_a_template_does_not_show_are_refused(tmp_path: Path):
+    """It describes them to a user who asks nothing of a system, and knows how calls are written."""
+    template = (
+        "{% if tools and messages[0].role != 'system' %}{{ tools[0] | tojson }}"
+        "<tool_call>{% endif %}" + showing(*_SAID)
+    )
+    check_prompt(TASK, told(tmp_path, template, "user", tools=(PROBE,)), 1000)
+    with pytest.raises(ConfigError, match=r"does not show the tool 'probe', so"):
+        check_prompt(TASK, told(tmp_path, template, "system", "user", tools=(PROBE,)), 1000)
+
+
+def test_tools_are_not_described_by_the_assistant(tmp_path: Path):
+    template = showing("user", "assistant")
+    renderer = told(tmp_path, template, "assistant", "user", tools=(PROBE,))
+    assert [PROBE.description in m["content"] for m in renderer.messages(TASK)] == [False, True]
+    renderer = told(tmp_path, template, "assistant", tools=(PROBE,))
+    with pytest.raises(ConfigError, match="gave none of a system or user for 'secret': expected"):
         check_prompt(TASK, renderer, 1000)
 
 

@@ -338,6 +338,7 @@ def check_prompt(task: Task, renderer: Renderer, max_context: int) -> None:
     """Raises ConfigError unless the task has a prompt that leaves room for a token."""
     try:
         num_tokens = len(renderer.prompt_ids(task))
+        renderer.check(task)
     except UserError as error:
         raise ConfigError(f"the prompt of task {task.task_id!r}: {error}") from error
     except Exception as error:  # a user's suite, whatever it raises or returns

@@ -33,11 +33,12 @@ from pathlib import Path
 
 from thundersync_jax.config_chat import ChatSection
 from thundersync_jax.envs.base import Action, EnvironmentSuite, Message, Observation
-from thundersync_jax.envs.tools import check_tools, misfit_of
+from thundersync_jax.envs.tools import Tool, check_tools, misfit_of
 from thundersync_jax.errors import ConfigError
 from thundersync_jax.rollout.chat import TokenizerError
 from thundersync_jax.rollout.chat_template import ChatTemplate, ChatTemplateError
 from thundersync_jax.rollout.control_tokens import ControlTokens
+from thundersync_jax.rollout.prompt_check import check_shown
 from thundersync_jax.rollout.renderer import Conversation, Renderer, Reply, WordRenderer
 from thundersync_jax.rollout.template_traits import traits_of
 from thundersync_jax.rollout.tokenizer_files import (
@@ -91,6 +92,11 @@ class ChatRenderer:
     def prompt_ids(self, task: Task) -> tuple[int, ...]:
         return self.control.encode(self.opening(self.messages(task))[0])
 
+    def check(self, task: Task) -> None:
+        """Raises ConfigError for a message or a tool that the prompt does not show."""
+        tools = self.tools if self._is_told_by_template else ()
+        check_shown(self.render, self.messages(task), tools, self.template.name)
+
     def begin(self, task: Task) -> Conversation:
         return _Chat(self, self.messages(task))
 
@@ -110,10 +116,17 @@ class ChatRenderer:
         if not self.tools or self._is_told_by_template:
             return messages
         told = quote(self._format.instructions(self.tools), _SAYABLE)
-        if messages[0]["role"] == "system" or not self.traits.has_system:
-            messages[0]["content"] = f"{messages[0]['content']}\n\n{told}"
-            return messages
-        return [{"role": "system", "content": told}, *messages]
+        if messages[0]["role"] != "system" and self.traits.has_system:
+            return [{"role": "system", "content": told}, *messages]
+        reads = [m for m in messages if m["role"] in ("system", "user")]
+        if not reads:
+            raise ConfigError(
+                f"messages(task) of the environment's suite gave none of a system or user for "
+                f"{task.task_id!r}: expected one, in which the tools are described, for "
+                f"{self.template.name} does not describe them"
+            )
+        reads[0]["content"] = f"{reads[0]['content']}\n\n{told}"
+        return messages
 
     @property
     def rewrites_history(self) -> bool:
@@ -127,10 +140,11 @@ class ChatRenderer:
         conversation.hear((*self.control.encode(said), self.traits.end_id))
         return conversation.answer(Observation(text="x"), max_tokens=100).is_rewritten
 
-    def render(self, messages: _Messages) -> str:
-        """The template's text up to where the next turn begins."""
-        tools = [tool.schema for tool in self.tools] if self._is_told_by_template else []
-        quoted = self.control.quote_json(tools, _SAYABLE)
+    def render(self, messages: _Messages, tools: Sequence[Tool] | None = None) -> str:
+        """The template's text up to where the next turn begins, with the suite's tools or these."""
+        told = self.tools if self._is_told_by_template else ()
+        schemas = [tool.schema for tool in (told if tools is None else tools)]
+        quoted = self.control.quote_json(schemas, _SAYABLE)
         return self.template.render(messages, quoted, add_generation_prompt=True)
 
     def opening(self, messages: _Messages) -> tuple[str, str]:
