@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,17 @@ def test_messages_that_are_none_are_refused(given: Any, tmp_path: Path):
     with pytest.raises(
         ConfigError, match=r"task 'secret': messages.* gave .*expected a sequence of"
     ):
+        check_prompt(TASK, renderer, 1000)
+
+
+def test_messages_that_change_from_call_to_call_are_refused(tmp_path: Path):
+    suite, numbers = GuessSuite(), itertools.count()
+    suite.messages = lambda task: [Message(role="user", content=f"Find {next(numbers)}.")]
+    renderer = renderer_of(tmp_path, "qwen2.5", suite)
+    message = (
+        r"task 'secret': .* changes from call to call: .*Find 1\..*, then .*Find 2\..*by task\."
+    )
+    with pytest.raises(ConfigError, match=message):
         check_prompt(TASK, renderer, 1000)
 
 

@@ -93,9 +93,20 @@ class ChatRenderer:
         return self.control.encode(self.opening(self.messages(task))[0])
 
     def check(self, task: Task) -> None:
-        """Raises ConfigError for a message or a tool that the prompt does not show."""
+        """Raises ConfigError for messages that change from call to call, and for a message or a
+        tool that the prompt does not show.
+        """
+        messages, again = self.messages(task), self.messages(task)
+        if messages != again:
+            differs = next((p for p in zip(messages, again, strict=False) if p[0] != p[1]), None)
+            first, second = differs or (messages, again)
+            raise ConfigError(
+                "messages(task) of the environment's suite changes from call to call: "
+                f"{first!r:.200}, then {second!r:.200}. Expected the same of a task each time, for every attempt "
+                "asks anew and all share one prompt: draw what is random by task.task_id"
+            )
         tools = self.tools if self._is_told_by_template else ()
-        check_shown(self.render, self.messages(task), tools, self.template.name)
+        check_shown(self.render, messages, tools, self.template.name)
 
     def begin(self, task: Task) -> Conversation:
         return _Chat(self, self.messages(task))
