@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from test_chat import PROBE, TASK, GuessSuite, renderer_of
 from thundersync_jax.config import RunConfig, default_config, resolve
 from thundersync_jax.config_chat import ChatSection
 from thundersync_jax.envs.base import Message
+from thundersync_jax.envs.tools import Tool
 from thundersync_jax.errors import ConfigError
 from thundersync_jax.model.presets import preset
 from thundersync_jax.rollout.chat_renderer import ChatRenderer, make_renderer
@@ -103,6 +105,21 @@ def test_messages_that_are_none_are_refused(given: Any, tmp_path: Path):
         ConfigError, match=r"task 'secret': messages.* gave .*expected a sequence of"
     ):
         check_prompt(TASK, renderer, 1000)
+
+
+def test_blocks_of_bash_need_the_tool_that_they_call(tmp_path: Path):
+    suite, command = GuessSuite(), {"command": {"type": "string"}}
+    bash = Tool(name="bash", description="Runs a command.", parameters=command)
+    suite.tools = (PROBE, bash)
+    renderer_of(tmp_path, "qwen2.5", suite, tool_format="bash")
+    for tools, names in (
+        ((PROBE,), r"\['probe'\]"),
+        ((dataclasses.replace(bash, name="shell"),), r"\['shell'\]"),
+        ((dataclasses.replace(bash, parameters={"line": {}}),), r"\['bash'\]"),
+    ):
+        suite.tools = tools
+        with pytest.raises(ConfigError, match=f"'bash': a block .* tools are {names}. Give it"):
+            renderer_of(tmp_path, "qwen2.5", suite, tool_format="bash")
 
 
 def test_messages_that_change_from_call_to_call_are_refused(tmp_path: Path):

@@ -46,7 +46,7 @@ from thundersync_jax.rollout.tokenizer_files import (
     TokenizerFiles,
     read_tokenizer_files,
 )
-from thundersync_jax.rollout.tool_calls import CALL_TAGS, TOOL_FORMATS
+from thundersync_jax.rollout.tool_calls import BASH, CALL_TAGS, TOOL_FORMATS, is_bash
 from thundersync_jax.trajectory import Task
 
 _THINK, _END_THINK = "<think>", "</think>"
@@ -102,8 +102,8 @@ class ChatRenderer:
             first, second = differs or (messages, again)
             raise ConfigError(
                 "messages(task) of the environment's suite changes from call to call: "
-                f"{first!r:.200}, then {second!r:.200}. Expected the same of a task each time, for every attempt "
-                "asks anew and all share one prompt: draw what is random by task.task_id"
+                f"{first!r:.200}, then {second!r:.200}. Expected the same of a task each time, for "
+                "every attempt asks anew and all share one prompt: draw what is random by task.task_id"
             )
         tools = self.tools if self._is_told_by_template else ()
         check_shown(self.render, messages, tools, self.template.name)
@@ -189,6 +189,13 @@ class ChatRenderer:
         return self.traits.shows_tools and self._format_name == self.traits.tool_format
 
     def _choose_format(self, name: str) -> str:
+        if name == BASH and self.tools and not any(is_bash(tool) for tool in self.tools):
+            raise ConfigError(
+                f"config.chat.tool_format = {name!r}: a block of bash calls the tool {BASH!r} with "
+                f"its 'command', a string, and the suite's tools are "
+                f"{[tool.name for tool in self.tools]}. Give it that tool, or take another format "
+                f"of {tuple(TOOL_FORMATS)}"
+            )
         if name != "auto":
             return name
         if self.tools and self.traits.shows_tools and not self.traits.tool_format:
