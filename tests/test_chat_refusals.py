@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from chat_models import TEMPLATES, write_tokenizer
 from test_chat import PROBE, TASK, GuessSuite, renderer_of
+from tokenizers import normalizers
 
 from thundersync_jax.config import RunConfig, default_config, resolve
 from thundersync_jax.config_chat import ChatSection
@@ -17,8 +19,11 @@ from thundersync_jax.envs.base import Message
 from thundersync_jax.envs.tools import Tool
 from thundersync_jax.errors import ConfigError
 from thundersync_jax.model.presets import preset
+from thundersync_jax.rollout.chat import TokenizerError
 from thundersync_jax.rollout.chat_renderer import ChatRenderer, make_renderer
 from thundersync_jax.rollout.chat_template import ChatTemplateError
+from thundersync_jax.rollout.control_tokens import ControlTokens
+from thundersync_jax.rollout.tokenizer_files import read_tokenizer_files
 from thundersync_jax.runtime import check_history, check_learning, check_prompt
 from thundersync_jax.workdir import WorkDirectory
 
@@ -122,13 +127,46 @@ def test_blocks_of_bash_need_the_tool_that_they_call(tmp_path: Path):
             renderer_of(tmp_path, "qwen2.5", suite, tool_format="bash")
 
 
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("qwen2.5", {"decoder": None}, r"its ids of '.*' say '.*Ġ"),
+        ("qwen2.5", {"pre_tokenizer": None}, "its ids of ' a.b Grüße' say 'a.b"),
+        ("qwen2.5", {"model": {"type": "BPE", "vocab": {}, "merges": []}}, "its .*say.* say ''"),
+        ("gemma", {"decoder": {"type": "Fuse"}}, "its ids of .* say "),
+    ],
+)
+def test_a_tokenizer_that_loses_text_is_refused(
+    family: str, changes: dict[str, Any], message: str, tmp_path: Path
+):
+    directory = write_tokenizer(tmp_path / "model", family)
+    files = json.loads((directory / "tokenizer.json").read_text())
+    (directory / "tokenizer.json").write_text(json.dumps(files | changes))
+    tokenizer = read_tokenizer_files(directory).tokenizer
+    control = ControlTokens(tokenizer, TEMPLATES[family])
+    with pytest.raises(TokenizerError, match=f"the tokenizer loses text: {message}"):
+        control.check_readable("  say a.b Grüße")
+
+
+@pytest.mark.parametrize(
+    "normalizer", [None, normalizers.NFC(), normalizers.Lowercase(), normalizers.Prepend("▁")]
+)
+def test_what_a_tokenizer_normalizes_is_not_lost(normalizer: Any, tmp_path: Path):
+    for family in ("qwen2.5", "gemma"):
+        tokenizer = read_tokenizer_files(write_tokenizer(tmp_path / family, family)).tokenizer
+        if normalizer is not None:
+            both = [normalizer, *filter(None, [tokenizer.backend.normalizer])]
+            tokenizer.backend.normalizer = normalizers.Sequence(both)
+        if family == "gemma" or not isinstance(normalizer, normalizers.Prepend):
+            control = ControlTokens(tokenizer, TEMPLATES[family])
+            control.check_readable(" I say\n\n  a.b: Gru\u0308ße, 你好 <think>\nx</think>🙂 \n")
+
+
 def test_messages_that_change_from_call_to_call_are_refused(tmp_path: Path):
     suite, numbers = GuessSuite(), itertools.count()
     suite.messages = lambda task: [Message(role="user", content=f"Find {next(numbers)}.")]
     renderer = renderer_of(tmp_path, "qwen2.5", suite)
-    message = (
-        r"task 'secret': .* changes from call to call: .*Find 1\..*, then .*Find 2\..*by task\."
-    )
+    message = r"task 'secret': .* changes from call to call: .*Find 1\..*, then .*Find 2\..*by its"
     with pytest.raises(ConfigError, match=message):
         check_prompt(TASK, renderer, 1000)
 

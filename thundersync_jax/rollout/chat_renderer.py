@@ -94,7 +94,7 @@ class ChatRenderer:
 
     def check(self, task: Task) -> None:
         """Raises ConfigError for messages that change from call to call, and for a message or a
-        tool that the prompt does not show.
+        tool that the prompt does not show; TokenizerError for a text that ids would not say.
         """
         messages, again = self.messages(task), self.messages(task)
         if messages != again:
@@ -103,10 +103,13 @@ class ChatRenderer:
             raise ConfigError(
                 "messages(task) of the environment's suite changes from call to call: "
                 f"{first!r:.200}, then {second!r:.200}. Expected the same of a task each time, for "
-                "every attempt asks anew and all share one prompt: draw what is random by task.task_id"
+                "every attempt asks anew and all share one prompt: draw what is random by its "
+                "task_id"
             )
         tools = self.tools if self._is_told_by_template else ()
         check_shown(self.render, messages, tools, self.template.name)
+        for message in messages:
+            self.control.check_readable(message["content"])
 
     def begin(self, task: Task) -> Conversation:
         return _Chat(self, self.messages(task))
