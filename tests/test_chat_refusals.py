@@ -162,6 +162,13 @@ def test_what_a_tokenizer_normalizes_is_not_lost(normalizer: Any, tmp_path: Path
             control.check_readable(" I say\n\n  a.b: Gru\u0308ße, 你好 <think>\nx</think>🙂 \n")
 
 
+def test_half_a_surrogate_pair_is_no_message(tmp_path: Path):
+    task = dataclasses.replace(TASK, instruction="Find \ud83d.")
+    renderer = renderer_of(tmp_path, "qwen2.5")
+    with pytest.raises(ConfigError, match=r"'secret': .*'Find \\ud83d.': half a surrogate pair"):
+        check_prompt(task, renderer, 1000)
+
+
 def test_messages_that_change_from_call_to_call_are_refused(tmp_path: Path):
     suite, numbers = GuessSuite(), itertools.count()
     suite.messages = lambda task: [Message(role="user", content=f"Find {next(numbers)}.")]
