@@ -162,6 +162,16 @@ def test_what_a_tokenizer_normalizes_is_not_lost(normalizer: Any, tmp_path: Path
             control.check_readable(" I say\n\n  a.b: Gru\u0308ße, 你好 <think>\nx</think>🙂 \n")
 
 
+def test_all_attempts_at_a_task_start_from_its_prompt(tmp_path: Path):
+    suite, times = GuessSuite(), itertools.count()
+    suite.messages = lambda task: [Message(role="user", content=f"It is {next(times)} o'clock.")]
+    renderer = renderer_of(tmp_path, "smollm2", suite)
+    prompts = {renderer.prompt_ids(TASK) for _ in range(2)}
+    prompts |= {renderer.control.encode(renderer.begin(TASK)._prompt) for _ in range(2)}
+    assert len(prompts) == 1
+    assert renderer.prompt_ids(dataclasses.replace(TASK, task_id="other")) not in prompts
+
+
 def test_half_a_surrogate_pair_is_no_message(tmp_path: Path):
     task = dataclasses.replace(TASK, instruction="Find \ud83d.")
     renderer = renderer_of(tmp_path, "qwen2.5")

@@ -53,6 +53,8 @@ _THINK, _END_THINK = "<think>", "</think>"
 _TAGS = re.compile(f"({_THINK}|{_END_THINK})")
 _SAYABLE = (_THINK, _END_THINK, *CALL_TAGS)  # of a suite's messages
 
+_MAX_KEPT = 4096  # tasks: more than a step and an evaluation have
+
 _Messages = list[dict[str, str]]
 
 
@@ -85,12 +87,13 @@ class ChatRenderer:
         self.keeps_history = section.history == "append"
         self.traits = traits_of(self.template, self.control)
         self.stop_ids = files.end_ids | {self.traits.end_id}
+        self._kept: dict[int, tuple[Task, _Messages]] = {}  # a record that is kept keeps its id
         self.tools = check_tools(getattr(suite, "tools", ()))
         self._format_name = self._choose_format(section.tool_format)
         self._format = TOOL_FORMATS[self._format_name]
 
     def prompt_ids(self, task: Task) -> tuple[int, ...]:
-        return self.control.encode(self.opening(self.messages(task))[0])
+        return self.control.encode(self.opening(self._kept_messages(task))[0])
 
     def check(self, task: Task) -> None:
         """Raises ConfigError for messages that change from call to call, and for a message or a
@@ -103,8 +106,7 @@ class ChatRenderer:
             raise ConfigError(
                 "messages(task) of the environment's suite changes from call to call: "
                 f"{first!r:.200}, then {second!r:.200}. Expected the same of a task each time, for "
-                "every attempt asks anew and all share one prompt: draw what is random by its "
-                "task_id"
+                "all its attempts share one prompt: draw what is random by its task_id"
             )
         tools = self.tools if self._is_told_by_template else ()
         check_shown(self.render, messages, tools, self.template.name)
@@ -112,7 +114,17 @@ class ChatRenderer:
             self.control.check_readable(message["content"])
 
     def begin(self, task: Task) -> Conversation:
-        return _Chat(self, self.messages(task))
+        return _Chat(self, self._kept_messages(task))
+
+    def _kept_messages(self, task: Task) -> _Messages:
+        """Those of the first call for this record: a suite that tells the time tells all attempts
+        what the prompt says. The newest are kept.
+        """
+        if id(task) not in self._kept:
+            self._kept[id(task)] = (task, self.messages(task))
+            if len(self._kept) > _MAX_KEPT:
+                del self._kept[next(iter(self._kept))]
+        return self._kept[id(task)][1]
 
     def messages(self, task: Task) -> _Messages:
         """What an attempt starts from, with the tools where the template does not describe them."""
