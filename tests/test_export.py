@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,12 +18,19 @@ from test_serve import save
 from tokenizers import Tokenizer
 
 from thundersync_jax.config import resolve
+from thundersync_jax.errors import ConfigError
 from thundersync_jax.model.import_hf import HuggingFaceDirectory
 from thundersync_jax.model.presets import preset
+from thundersync_jax.rollout.chat import word_tokenizer
+from thundersync_jax.runtime import load_suite
+from thundersync_jax.saved_policy import FRESH
+from thundersync_jax.served_policy import load_engine
 from thundersync_jax.workdir import WorkDirectory
 
 TESTS = Path(__file__).parent
 CONFIG = resolve(small_run.get_config())
+WORDS = word_tokenizer(load_suite(CONFIG.env).vocabulary)
+MODEL = preset("tiny", vocab_size=WORDS.vocab_size)
 
 
 def export(workdir: Path, to: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -33,9 +43,8 @@ def export(workdir: Path, to: Path, *arguments: str) -> subprocess.CompletedProc
 
 def test_the_newest_policy_and_its_tokenizer_are_written(tmp_path: Path):
     workdir = WorkDirectory(tmp_path)
-    workdir.claim(CONFIG, tokenizer="0")
-    model = preset("tiny", vocab_size=2 + 4 + 3)
-    wants = {step: save(workdir, step=step, version=step, model=model) for step in (3, 6)}
+    workdir.claim(CONFIG, model=MODEL, tokenizer=WORDS.fingerprint)
+    wants = {step: save(workdir, step=step, version=step, model=MODEL) for step in (3, 6)}
     for step, arguments in ((6, ()), (3, ("--checkpoint_step=3",))):
         to = tmp_path / f"exported{step}"
         done = export(workdir.root, to, "--dtype=float32", *arguments)
@@ -57,7 +66,30 @@ def test_the_newest_policy_and_its_tokenizer_are_written(tmp_path: Path):
 def test_what_is_no_run_is_refused(has_config: bool, message: str, tmp_path: Path):
     workdir = WorkDirectory(tmp_path)
     if has_config:
-        workdir.claim(CONFIG, tokenizer="0")
+        workdir.claim(CONFIG, model=MODEL, tokenizer=WORDS.fingerprint)
     done = export(workdir.root, tmp_path / "to")
     assert done.returncode == 2 and message in done.stderr, done.stderr
     assert not (tmp_path / "to").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": dataclasses.replace(MODEL, rope_theta=77.0)}, r"rope_theta: 77.0 -> 10000.0"),
+        ({"tokenizer": "0"}, "holds a run with a tokenizer of fingerprint 0"),
+        ({"template": "1"}, "holds a run with a chat template of fingerprint 1"),
+    ],
+)
+def test_weights_are_not_read_as_another_policys(
+    changes: dict[str, Any], message: str, tmp_path: Path
+):
+    """Nor served; `export` checks as `serve` does."""
+    workdir = WorkDirectory(tmp_path)
+    saved: dict[str, Any] = {"model": MODEL, "tokenizer": WORDS.fingerprint, "template": ""}
+    workdir.claim(CONFIG, **saved | changes)
+    with pytest.raises(ConfigError, match=message):
+        load_engine(CONFIG, workdir, FRESH)
+    if "template" in changes:
+        done = export(workdir.root, tmp_path / "to", "--checkpoint_step=0")
+        assert done.returncode == 2 and re.search(message, done.stderr), done.stderr
+        assert not (tmp_path / "to").exists()

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from thundersync_jax.command_line import check_new_directory, check_new_file
 from thundersync_jax.config import RunConfig
 from thundersync_jax.errors import ConfigError
 from thundersync_jax.metrics import (
@@ -19,6 +20,7 @@ from thundersync_jax.metrics import (
     read_jsonl,
     write_jsonl_atomically,
 )
+from thundersync_jax.model.presets import LinearRopeScaling, preset
 from thundersync_jax.trajectory import (
     Rollout,
     TrajectoryBuilder,
@@ -143,10 +145,10 @@ def test_a_damaged_step_is_named_with_what_to_do(tmp_path: Path):
 
 
 def test_a_work_directory_resumes_its_own_configuration_only(tmp_path: Path):
-    workdir = WorkDirectory(tmp_path / "run")
+    workdir, model = WorkDirectory(tmp_path / "run"), preset("micro", vocab_size=9)
     workdir.open(RunConfig())
     assert not workdir.config.exists()  # a refused configuration does not claim the directory
-    workdir.claim(RunConfig(), tokenizer="0")
+    workdir.claim(RunConfig(), model=model, tokenizer="0")
     with pytest.raises(ConfigError, match="in use by another process"):
         WorkDirectory(tmp_path / "run").open(RunConfig())
     workdir.close()
@@ -162,6 +164,16 @@ def test_a_work_directory_resumes_its_own_configuration_only(tmp_path: Path):
     workdir.check_template("")
     with pytest.raises(ConfigError, match=r"a chat template of fingerprint none, and .* now has 1"):
         workdir.check_template("1")
+    for changes, difference in (
+        ({"rope_theta": 77.0}, r"rope_theta: 10000.0 -> 77.0"),
+        ({"rope_scaling": LinearRopeScaling(factor=2)}, r"rope_scaling: None -> {'factor': 2}"),
+        ({"windows": (0, 4)}, r"windows: \[\] -> \[0, 4\]"),
+    ):
+        with pytest.raises(ConfigError, match=rf"{difference}\. With them its weights are another"):
+            workdir.check_model(dataclasses.replace(model, **changes))
+    workdir.check_model(model)
+    workdir.config.write_text(json.dumps({"config": {}}))  # of a run that wrote less
+    workdir.check_model(dataclasses.replace(model, rope_theta=77.0))
     workdir.config.write_text("{")
     with pytest.raises(ConfigError, match=r"config.json cannot be read"):
         workdir.open(RunConfig())
@@ -171,3 +183,24 @@ def test_a_work_directory_resumes_its_own_configuration_only(tmp_path: Path):
     (tmp_path / "run" / "compile_cache").write_text("")
     with pytest.raises(ConfigError, match="compile_cache is a file: remove it"):
         workdir.open(RunConfig())
+
+
+@pytest.mark.parametrize("name", ["file", "file/x", "full", "/proc/none", "x" * 300])
+def test_a_directory_that_cannot_be_written_is_refused_before_any_work(name: str, tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "full" / "content").mkdir(parents=True)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ConfigError, match=r"--to=.* (is not empty|cannot be written .*): give a"):
+        check_new_directory("to", tmp_path / name)
+    for good in ("new/below", "full/content"):
+        check_new_directory("to", tmp_path / good)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("name", ["", "none/p.json", "file/p.json"])
+def test_a_file_that_cannot_be_written_is_refused_before_any_work(name: str, tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"--json=.* cannot be written: expected a file in a"):
+        check_new_file("json", tmp_path / name)
+    check_new_file("json", tmp_path / "p.json")
+    check_new_file("json", tmp_path / "file")

@@ -5,6 +5,7 @@ refused before anything compiles.
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 
 import jax
@@ -17,6 +18,7 @@ from thundersync_jax import runtime
 from thundersync_jax.config import resolve
 from thundersync_jax.errors import ConfigError
 from thundersync_jax.frozen_policy import FrozenPolicy, find_frozen_policy, load_weights
+from thundersync_jax.initial_policy import make_model
 from thundersync_jax.losses.objectives import make_objective
 from thundersync_jax.model.presets import preset
 from thundersync_jax.model.transformer import init_params
@@ -68,7 +70,9 @@ def work_directory_of(config: ConfigDict, root: Path) -> Path:
     """The work directory of another run, as far as a search for a policy looks."""
     workdir = WorkDirectory(root)
     workdir.root.mkdir()
-    workdir.claim(resolve(config), tokenizer=word_tokenizer(WORDS).fingerprint)
+    tokenizer, claimed = word_tokenizer(WORDS), resolve(config)
+    model = make_model(claimed.model, tokenizer)
+    workdir.claim(claimed, model=model, tokenizer=tokenizer.fingerprint)
     (workdir.checkpoints / "3").mkdir(parents=True)
     return workdir.root
 
@@ -126,6 +130,12 @@ def test_a_policy_that_cannot_score_is_refused(key: str, other: Path, tmp_path: 
         found(workdir)
     with pytest.raises(ConfigError, match=rf"{key} = .*fingerprint .* ids mean different tokens"):
         found(other, (*WORDS, "c"))
+    saved = json.loads((other / "config.json").read_text())
+    changed = saved | {"model": saved["model"] | {"rope_theta": 77.0}}
+    (other / "config.json").write_text(json.dumps(changed))
+    with pytest.raises(ConfigError, match=rf"{key} = .*numbers .*rope_theta: 77.0 -> 10000.0\. "):
+        found(other)
+    (other / "config.json").write_text(json.dumps(saved))
     (other / "checkpoints" / "3").rmdir()
     with pytest.raises(ConfigError, match=rf"{key} = .* has no checkpoints: train it first"):
         found(other)

@@ -16,6 +16,7 @@ import pytest
 
 from thundersync_jax import planner, topology
 from thundersync_jax.config import RunConfig, default_config, resolve
+from thundersync_jax.errors import ConfigError
 from thundersync_jax.mesh_search import StepShape, link_bytes
 from thundersync_jax.model.presets import preset
 from thundersync_jax.sharding import MeshShape
@@ -172,6 +173,15 @@ def run_plan(config: str, name: str, *arguments: str) -> subprocess.CompletedPro
 
 
 @needs_libtpu
+@pytest.mark.parametrize("mesh", [(1, 1, 5), (1, 1, 1), (4, 4, 1)])
+def test_a_mesh_of_other_chips_than_the_topologys_is_refused_with_both(mesh: tuple[int, ...]):
+    config = default_config()
+    config.learner.mesh = mesh
+    message = r"learner.mesh = .*: expected a mesh of all 8 chips of --topology=v5e:2x4, not of \d+"
+    with pytest.raises(ConfigError, match=message + r"\. One .*\(8, 1, 1\)"):
+        planner._learner_mesh(resolve(config), preset("micro", vocab_size=9), "v5e:2x4", [None] * 8)
+
+
 def test_a_topology_that_does_not_exist_is_a_mistake_of_the_user():
     done = run_plan("qwen3_0p6b", "v5e:3x5")
     assert done.returncode == 2

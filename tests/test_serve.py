@@ -98,7 +98,7 @@ def test_a_directory_of_another_run_or_of_none_is_refused(tmp_path: Path) -> Non
     missing = tmp_path / "mistyped"
     assert "mistyped is no directory: give that of a run" in serve(missing)
     assert not missing.exists()
-    WorkDirectory(tmp_path).claim(CONFIG, tokenizer="0")
+    WorkDirectory(tmp_path).claim(CONFIG, model=MODEL, tokenizer="0")
     message = serve(tmp_path, "--config.env.options.num_values=5", "--config.run.seed=5")
     assert "holds a run of another configuration: env.options: " in message
     assert "run.seed" not in message

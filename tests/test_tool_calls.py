@@ -184,6 +184,9 @@ def test_a_tool_that_there_is_not_is_named_with_those_that_there_are() -> None:
         ({"parameters": {"path": {"items": 5}}}, "an item of property 'path' .* is 5: expected"),
         ({"parameters": {"path": {"properties": {"x": 5}}}}, "'x' of property 'path' .* is 5"),
         ({"parameters": {"path": {"default": {5}}}}, "a schema that is not JSON: .*set"),
+        ({"parameters": {5: {}}}, "tool 'look' has the name 5 in its schema: expected a str"),
+        ({"parameters": {"path": {"default": [{5: 1}]}}}, "has the name 5 in its schema"),
+        ({"description": "\ud800"}, "a schema that is not JSON: .*surrogates not allowed"),
     ],
 )
 def test_tools_that_cannot_be_are_refused(changes: dict[str, Any], message: str) -> None:

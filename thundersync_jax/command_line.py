@@ -14,8 +14,10 @@ import functools
 import os
 import re
 import sys
+import tempfile
 import textwrap
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from absl import app, flags, logging
@@ -99,6 +101,33 @@ def load_config(flag: flags.FlagHolder) -> ConfigDict:
         return flag.value
     except OSError as error:  # ml_collections reports a file that failed to load when it is read
         raise ConfigError(f"--config: {' '.join(str(error).split())}") from None
+
+
+def check_new_directory(flag: str, path: Path) -> None:
+    """Raises ConfigError unless a directory can be written there, new or empty; leaves nothing."""
+    try:
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise ConfigError(
+                f"--{flag}={path} is not empty: give a directory that is, or a new one"
+            )
+        there = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
+        with tempfile.TemporaryDirectory(dir=there):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"--{flag}={path} cannot be written ({error.strerror}): give a directory on a disk "
+            "where you may write"
+        ) from error
+
+
+def check_new_file(flag: str, path: Path) -> None:
+    """Raises ConfigError unless a file can be written there."""
+    parent = path.absolute().parent
+    if not parent.is_dir() or path.is_dir() or not os.access(parent, os.W_OK):
+        raise ConfigError(
+            f"--{flag}={path} cannot be written: expected a file in a directory that exists and "
+            "where you may write"
+        )
 
 
 def _parse_flags(argv: list[str]) -> list[str]:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from absl import app, flags
 
-from thundersync_jax.command_line import run_main
+from thundersync_jax.command_line import check_new_directory, run_main
 from thundersync_jax.config import RunConfig, from_dict
 from thundersync_jax.errors import ConfigError
 from thundersync_jax.rollout.tokenizer_files import copy_tokenizer_files, write_words
@@ -40,8 +40,7 @@ def main(argv: Sequence[str]) -> int:
     if len(argv) > 1 or not (_WORKDIR.value and _TO.value):
         raise app.UsageError("give --workdir=DIR --to=DIR")
     workdir, to = WorkDirectory(Path(_WORKDIR.value)), Path(_TO.value)
-    if to.exists() and (not to.is_dir() or any(to.iterdir())):
-        raise ConfigError(f"--to={to} is not empty: give a directory that is, or a new one")
+    check_new_directory("to", to)
     if (_FORM.value == "adapter") != bool(_BASE.value):
         raise ConfigError(
             f"--form={_FORM.value} --base={_BASE.value}: expected --base, the directory or name of "
@@ -74,12 +73,14 @@ def export(
     from thundersync_jax.initial_policy import make_model
     from thundersync_jax.model.export_hf import export_hugging_face
     from thundersync_jax.model.export_peft import export_peft
-    from thundersync_jax.runtime import load_renderer, load_suite
+    from thundersync_jax.runtime import check_saved, load_renderer, load_suite
 
     config = _config_of(workdir)
     jax.config.update("jax_enable_x64", config.model.dtype == "float64")
-    tokenizer = load_renderer(config, load_suite(config.env)).tokenizer
+    renderer = load_renderer(config, load_suite(config.env))
+    tokenizer = renderer.tokenizer
     model = make_model(config.model, tokenizer)
+    check_saved(workdir, model, renderer)
     saved = newest_step(workdir.checkpoints) if step is None else step
     if step is None and saved == FRESH:
         raise ConfigError(f"{workdir.checkpoints} holds no checkpoint: train the run first")

@@ -187,9 +187,11 @@ def _model_of(
     if newest_step(source.checkpoints) == FRESH:
         raise ConfigError(f"{name} has no checkpoints: train it first")
     try:
-        return make_model(config.model, tokenizer), Start.of(config)
-    except ModelError as error:
+        model = make_model(config.model, tokenizer)
+        source.check_model(model)
+    except (ModelError, ConfigError) as error:
         raise ConfigError(f"{name}, in its config.json: {error}") from error
+    return model, Start.of(config)
 
 
 def _imported(

@@ -81,7 +81,7 @@ def imitate(config: RunConfig, workdir: WorkDirectory) -> None:
             report = learner.update()
             if (step + 1) % 50 == 0 or step + 1 == config.run.num_steps:
                 print(f"step {step + 1}: gradient norm {report.grad_norm:.3g}", flush=True)
-        workdir.claim(config, tokenizer=tokenizer.fingerprint)
+        workdir.claim(config, model=model, tokenizer=tokenizer.fingerprint)
         position = RunPosition(num_steps=config.run.num_steps)
         checkpoints.save(learner.state, position, reward=-math.inf)
     finally:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from absl import app, flags
 
-from thundersync_jax.command_line import run_main
+from thundersync_jax.command_line import check_new_directory, run_main
 from thundersync_jax.errors import ConfigError
 from thundersync_jax.model.smollm2 import packaged_file
 
@@ -26,8 +26,7 @@ def main(argv: Sequence[str]) -> int:
     if len(argv) > 1 or not _TO.value:
         raise app.UsageError("give --to=DIR [--file=FILE.gguf]")
     to = Path(_TO.value)
-    if to.exists() and (not to.is_dir() or any(to.iterdir())):
-        raise ConfigError(f"--to={to} is not empty: give a directory that is, or a new one")
+    check_new_directory("to", to)
     if importlib.util.find_spec("gguf") is None:
         raise ConfigError("the library gguf is missing: bash launch/setup.sh --smollm2")
     from thundersync_jax.model.import_gguf import convert_gguf

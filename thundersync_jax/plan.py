@@ -19,7 +19,12 @@ from typing import Any
 
 from absl import app, flags
 
-from thundersync_jax.command_line import define_config_flag, load_config, run_main
+from thundersync_jax.command_line import (
+    check_new_file,
+    define_config_flag,
+    load_config,
+    run_main,
+)
 from thundersync_jax.config import resolve
 
 _CONFIG = define_config_flag()
@@ -31,18 +36,20 @@ def main(argv: Sequence[str]) -> int:
     """Plans, prints and writes; returns the exit status."""
     if len(argv) > 1 or not _CONFIG.present or _TOPOLOGY.value is None:
         raise app.UsageError("give --config=configs/NAME.py --topology=v5e:16x16")
-    config = resolve(load_config(_CONFIG))
+    config, is_shown = resolve(load_config(_CONFIG)), _JSON.value == "-"
+    if _JSON.value and not is_shown:
+        check_new_file("json", Path(_JSON.value))
 
     # Imported late: a mistake in the configuration is reported without waiting for jax.
     from thundersync_jax.planner import plan
 
     report = plan(config, _TOPOLOGY.value, lambda text: print(text, file=sys.stderr, flush=True))
     text = json.dumps(report, indent=1)
-    if _JSON.value == "-":
+    print(table(report), file=sys.stderr if is_shown else sys.stdout, flush=True)
+    if is_shown:
         print(text)
     elif _JSON.value:
         Path(_JSON.value).write_text(text + "\n")
-    print(table(report), file=sys.stderr if _JSON.value == "-" else sys.stdout)
     return 0 if report["fits"] else 1
 
 

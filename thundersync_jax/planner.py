@@ -72,7 +72,7 @@ def plan(
     check(not config.opd.teacher, "opd.teacher", config.opd.teacher, "'': a plan is of a Learner")
     chip, devices = topology.chip_of(name), topology.topology_devices(name)
     model = make_model(config.model, None)
-    mesh = _learner_mesh(config, model, devices)
+    mesh = _learner_mesh(config, model, name, devices)
     learner = LearnerPlan(config, model, mesh, chip)
     learner.compile(announce)
     engine = EnginePlan(config, model, name.partition(":")[0], chip)
@@ -283,9 +283,18 @@ def with_groups(section: LearnerSection, num_groups: int) -> LearnerSection:
     return dataclasses.replace(section, **numbers)
 
 
-def _learner_mesh(config: RunConfig, model: TransformerConfig, devices: list[jax.Device]) -> Mesh:
+def _learner_mesh(
+    config: RunConfig, model: TransformerConfig, name: str, devices: list[jax.Device]
+) -> Mesh:
     data, fsdp, tensor = config.learner.mesh
-    shape = MeshShape(data=data, fsdp=fsdp, tensor=tensor)
+    shape, count = MeshShape(data=data, fsdp=fsdp, tensor=tensor), len(devices)
+    check(
+        shape.num_devices == count,
+        "learner.mesh",
+        config.learner.mesh,
+        f"a mesh of all {count} chips of --topology={name}, not of {shape.num_devices}",
+        f'One that divides every model is --config.learner.mesh="({count}, 1, 1)".',
+    )
     check_mesh(shape, model, _lengths(config.learner), num_devices=len(devices))
     return make_mesh(shape, devices)
 

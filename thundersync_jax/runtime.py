@@ -156,17 +156,22 @@ def check_learning(
     config: RunConfig, model: TransformerConfig, renderer: Renderer, workdir: WorkDirectory
 ) -> FrozenPolicy | None:
     """Raises ConfigError or ObjectiveError for what a run cannot learn; its frozen policy."""
-    tokenizer = renderer.tokenizer
-    workdir.check_tokenizer(tokenizer.fingerprint)
-    workdir.check_template(renderer.template_fingerprint)
+    check_saved(workdir, model, renderer)
     check_history(config, renderer)
     objective = make_objective(config.learner.objective, config.learner.objective_options)
     if config.learner.stream_turns != "never":
         check_turns(objective)
     _check_step(config, objective)
     return find_frozen_policy(
-        config, objective=objective, model=model, tokenizer=tokenizer, workdir=workdir
+        config, objective=objective, model=model, tokenizer=renderer.tokenizer, workdir=workdir
     )
+
+
+def check_saved(workdir: WorkDirectory, model: TransformerConfig, renderer: Renderer) -> None:
+    """Raises ConfigError where the policy of the run in `workdir` would be, read or say another."""
+    workdir.check_tokenizer(renderer.tokenizer.fingerprint)
+    workdir.check_template(renderer.template_fingerprint)
+    workdir.check_model(model)
 
 
 def warm_up(
@@ -333,6 +338,7 @@ def check_prompt(task: Task, renderer: Renderer, max_context: int) -> None:
     """Raises ConfigError unless the task has a prompt that leaves room for a token."""
     try:
         num_tokens = len(renderer.prompt_ids(task))
+        renderer.check(task)
     except UserError as error:
         raise ConfigError(f"the prompt of task {task.task_id!r}: {error}") from error
     except Exception as error:  # a user's suite, whatever it raises or returns

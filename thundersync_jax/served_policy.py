@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from thundersync_jax.config import RunConfig
 from thundersync_jax.initial_policy import make_model
-from thundersync_jax.runtime import load_renderer, load_suite
+from thundersync_jax.runtime import check_saved, load_renderer, load_suite
 from thundersync_jax.saved_policy import load_policy
 from thundersync_jax.serving.jetstream_server import DrivenEngine
 from thundersync_jax.workdir import WorkDirectory
@@ -12,9 +12,9 @@ from thundersync_jax.workdir import WorkDirectory
 
 def load_engine(config: RunConfig, workdir: WorkDirectory, step: int) -> DrivenEngine:
     """The configured engine, compiled, with the weights after `step` steps."""
-    tokenizer = load_renderer(config, load_suite(config.env)).tokenizer
-    workdir.check_tokenizer(tokenizer.fingerprint)
-    model = make_model(config.model, tokenizer)
+    renderer = load_renderer(config, load_suite(config.env))
+    model = make_model(config.model, renderer.tokenizer)
+    check_saved(workdir, model, renderer)
     params, version = load_policy(config, model, workdir, step)
     engine = DrivenEngine(model, config.serving, config.model.max_context)
     engine.warm_up(with_prefill=True)

@@ -108,6 +108,7 @@ class Trainer:
             renderer = runtime.renderer
             runtime.workdir.claim(
                 self._config,
+                model=runtime.model,
                 tokenizer=renderer.tokenizer.fingerprint,
                 template=renderer.template_fingerprint,
             )

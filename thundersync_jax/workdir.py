@@ -1,6 +1,7 @@
 """The work directory of a run: what is in it, and whether it may be resumed.
 
-    config.json         the resolved configuration, versions, fingerprints of tokenizer and template
+    config.json         the resolved configuration, versions, the model's numbers, fingerprints of
+                        tokenizer and template
     metrics.jsonl       a line a train step
     evaluation.jsonl    a line an evaluation, on its own axis
     events.jsonl        the coordinator's journal
@@ -18,6 +19,7 @@ config_*.py may not differ.
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import importlib.metadata
 import json
@@ -89,14 +91,20 @@ class WorkDirectory:
             self._lock.close()
             self._lock = None
 
-    def claim(self, config: RunConfig, *, tokenizer: str, template: str = "") -> None:
+    def claim(self, config: RunConfig, *, model: Any, tokenizer: str, template: str = "") -> None:
         """Writes config.json, once everything compiled and before any other file of the run.
 
         Args:
+          model: of its policy, a TransformerConfig.
           tokenizer: its fingerprint, which a student of this run must share.
           template: the chat template's, "" without one.
         """
-        content = {**describe(config), "tokenizer": tokenizer, "template": template}
+        content = {
+            **describe(config),
+            "model": _plain(model),
+            "tokenizer": tokenizer,
+            "template": template,
+        }
         write_atomically(self.config, json.dumps(content, indent=2) + "\n")
 
     def check_same(self, config: RunConfig, *sections: str) -> None:
@@ -118,6 +126,24 @@ class WorkDirectory:
                 f"--workdir={self.root} holds a run of another configuration: "
                 + "; ".join(differences[:8])
                 + ". Use a new --workdir, or the saved values"
+            )
+
+    def check_model(self, model: Any) -> None:
+        """Raises ConfigError when the directory holds a run of another model, a
+        TransformerConfig: its weights would compute something else. What a run did not write is
+        not compared.
+        """
+        saved, now = self._saved("model") or {}, _plain(model)
+        differences = [
+            f"{name}: {saved[name]!r} -> {now.get(name, '(absent)')!r}"
+            for name in saved
+            if saved[name] != now.get(name, "(absent)")
+        ]
+        if differences:
+            raise ConfigError(
+                f"{self.root} holds a run of a model with other numbers than model.checkpoint's "
+                f"config.json, or the preset, has now: {'; '.join(differences)}. With them its "
+                "weights are another policy. Restore the config.json, or use a new --workdir"
             )
 
     def check_tokenizer(self, fingerprint: str) -> None:
@@ -149,12 +175,18 @@ class WorkDirectory:
             return None
         try:
             content = json.loads(self.config.read_text(encoding="utf-8"))
-            return {"template": None, **content}[key]  # of a run that has not written it: unknown
+            # Of a run that has not written it, unknown.
+            return {"template": None, "model": None, **content}[key]
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(
                 f"{self.config} cannot be read ({type(error).__name__}: {error}): restore it, or "
                 "use a new --workdir"
             ) from error
+
+
+def _plain(model: Any) -> Any:
+    """As JSON has it."""
+    return json.loads(json.dumps(dataclasses.asdict(model)))
 
 
 def describe(config: RunConfig) -> dict[str, Any]:

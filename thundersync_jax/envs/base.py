@@ -35,6 +35,13 @@ class Message:
                 f"a message of role {self.role!r} with the content {self.content!r}: expected one "
                 f"of {ROLES} and a str"
             )
+        try:
+            self.content.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"a message of role {self.role!r} with the content {self.content!r:.200}: half a "
+                "surrogate pair is no text. Decode what it comes from with errors='replace'"
+            ) from error
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

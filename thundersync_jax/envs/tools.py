@@ -48,9 +48,10 @@ class Tool:
         required = () if self.required is None else self.required
         _check_schema({"properties": self.parameters, "required": required}, where)
         try:
-            json.dumps(self.schema)
+            json.dumps(self.schema, ensure_ascii=False).encode()
         except (TypeError, ValueError) as error:
             raise ValueError(f"{where} has a schema that is not JSON: {error}") from error
+        _check_keys(self.schema, where)
 
     @property
     def schema(self) -> dict[str, Any]:
@@ -127,6 +128,16 @@ def _check_schema(schema: Any, where: str) -> None:
         _check_schema(inner, f"property {name!r} of {where}")
     if "items" in schema:
         _check_schema(schema["items"], f"an item of {where}")
+
+
+def _check_keys(value: Any, where: str) -> None:
+    """Raises ValueError for a key that is no str, anywhere in a JSON value."""
+    if isinstance(value, Mapping):
+        if wrong := [key for key in value if not isinstance(key, str)]:
+            raise ValueError(f"{where} has the name {wrong[0]!r} in its schema: expected a str")
+        value = list(value.values())
+    for part in value if isinstance(value, list | tuple) else ():
+        _check_keys(part, where)
 
 
 def _kinds(schema: Mapping[str, Any]) -> Sequence[str]:

@@ -227,8 +227,9 @@ class HuggingFaceDirectory:
             wrong += [f"{tensor} is in {found[tensor]} and in {name}" for tensor in twice]
             stored |= file.tensors
             found |= dict.fromkeys(file.tensors, name)
-        for tensor in found.keys() | places.keys() if places is not None else ():
-            is_in, said = found.get(tensor, "no file"), places.get(tensor, "nothing of it")
+        indexed = found if places is None else places
+        for tensor in found.keys() | indexed.keys():
+            is_in, said = found.get(tensor, "no file"), indexed.get(tensor, "nothing of it")
             if is_in != said:
                 wrong.append(f"{tensor} is in {is_in}, {INDEX} says {said}")
         self._refuse(wrong, "tensors are not in one file each")

@@ -33,11 +33,12 @@ from pathlib import Path
 
 from thundersync_jax.config_chat import ChatSection
 from thundersync_jax.envs.base import Action, EnvironmentSuite, Message, Observation
-from thundersync_jax.envs.tools import check_tools, misfit_of
+from thundersync_jax.envs.tools import Tool, check_tools, misfit_of
 from thundersync_jax.errors import ConfigError
 from thundersync_jax.rollout.chat import TokenizerError
 from thundersync_jax.rollout.chat_template import ChatTemplate, ChatTemplateError
 from thundersync_jax.rollout.control_tokens import ControlTokens
+from thundersync_jax.rollout.prompt_check import check_shown
 from thundersync_jax.rollout.renderer import Conversation, Renderer, Reply, WordRenderer
 from thundersync_jax.rollout.template_traits import traits_of
 from thundersync_jax.rollout.tokenizer_files import (
@@ -45,12 +46,14 @@ from thundersync_jax.rollout.tokenizer_files import (
     TokenizerFiles,
     read_tokenizer_files,
 )
-from thundersync_jax.rollout.tool_calls import CALL_TAGS, TOOL_FORMATS
+from thundersync_jax.rollout.tool_calls import BASH, CALL_TAGS, TOOL_FORMATS, is_bash
 from thundersync_jax.trajectory import Task
 
 _THINK, _END_THINK = "<think>", "</think>"
 _TAGS = re.compile(f"({_THINK}|{_END_THINK})")
 _SAYABLE = (_THINK, _END_THINK, *CALL_TAGS)  # of a suite's messages
+
+_MAX_KEPT = 4096  # tasks: more than a step and an evaluation have
 
 _Messages = list[dict[str, str]]
 
@@ -84,15 +87,44 @@ class ChatRenderer:
         self.keeps_history = section.history == "append"
         self.traits = traits_of(self.template, self.control)
         self.stop_ids = files.end_ids | {self.traits.end_id}
+        self._kept: dict[int, tuple[Task, _Messages]] = {}  # a record that is kept keeps its id
         self.tools = check_tools(getattr(suite, "tools", ()))
         self._format_name = self._choose_format(section.tool_format)
         self._format = TOOL_FORMATS[self._format_name]
 
     def prompt_ids(self, task: Task) -> tuple[int, ...]:
-        return self.control.encode(self.opening(self.messages(task))[0])
+        return self.control.encode(self.opening(self._kept_messages(task))[0])
+
+    def check(self, task: Task) -> None:
+        """Raises ConfigError for messages that change from call to call, and for a message or a
+        tool that the prompt does not show; TokenizerError for a text that ids would not say.
+        """
+        messages, again = self.messages(task), self.messages(task)
+        if messages != again:
+            differs = next((p for p in zip(messages, again, strict=False) if p[0] != p[1]), None)
+            first, second = differs or (messages, again)
+            raise ConfigError(
+                "messages(task) of the environment's suite changes from call to call: "
+                f"{first!r:.200}, then {second!r:.200}. Expected the same of a task each time, for "
+                "all its attempts share one prompt: draw what is random by its task_id"
+            )
+        tools = self.tools if self._is_told_by_template else ()
+        check_shown(self.render, messages, tools, self.template.name)
+        for message in messages:
+            self.control.check_readable(message["content"])
 
     def begin(self, task: Task) -> Conversation:
-        return _Chat(self, self.messages(task))
+        return _Chat(self, self._kept_messages(task))
+
+    def _kept_messages(self, task: Task) -> _Messages:
+        """Those of the first call for this record: a suite that tells the time tells all attempts
+        what the prompt says. The newest are kept.
+        """
+        if id(task) not in self._kept:
+            self._kept[id(task)] = (task, self.messages(task))
+            if len(self._kept) > _MAX_KEPT:
+                del self._kept[next(iter(self._kept))]
+        return self._kept[id(task)][1]
 
     def messages(self, task: Task) -> _Messages:
         """What an attempt starts from, with the tools where the template does not describe them."""
@@ -110,10 +142,17 @@ class ChatRenderer:
         if not self.tools or self._is_told_by_template:
             return messages
         told = quote(self._format.instructions(self.tools), _SAYABLE)
-        if messages[0]["role"] == "system" or not self.traits.has_system:
-            messages[0]["content"] = f"{messages[0]['content']}\n\n{told}"
-            return messages
-        return [{"role": "system", "content": told}, *messages]
+        if messages[0]["role"] != "system" and self.traits.has_system:
+            return [{"role": "system", "content": told}, *messages]
+        reads = [m for m in messages if m["role"] in ("system", "user")]
+        if not reads:
+            raise ConfigError(
+                f"messages(task) of the environment's suite gave none of a system or user for "
+                f"{task.task_id!r}: expected one, in which the tools are described, for "
+                f"{self.template.name} does not describe them"
+            )
+        reads[0]["content"] = f"{reads[0]['content']}\n\n{told}"
+        return messages
 
     @property
     def rewrites_history(self) -> bool:
@@ -127,10 +166,11 @@ class ChatRenderer:
         conversation.hear((*self.control.encode(said), self.traits.end_id))
         return conversation.answer(Observation(text="x"), max_tokens=100).is_rewritten
 
-    def render(self, messages: _Messages) -> str:
-        """The template's text up to where the next turn begins."""
-        tools = [tool.schema for tool in self.tools] if self._is_told_by_template else []
-        quoted = self.control.quote_json(tools, _SAYABLE)
+    def render(self, messages: _Messages, tools: Sequence[Tool] | None = None) -> str:
+        """The template's text up to where the next turn begins, with the suite's tools or these."""
+        told = self.tools if self._is_told_by_template else ()
+        schemas = [tool.schema for tool in (told if tools is None else tools)]
+        quoted = self.control.quote_json(schemas, _SAYABLE)
         return self.template.render(messages, quoted, add_generation_prompt=True)
 
     def opening(self, messages: _Messages) -> tuple[str, str]:
@@ -164,6 +204,13 @@ class ChatRenderer:
         return self.traits.shows_tools and self._format_name == self.traits.tool_format
 
     def _choose_format(self, name: str) -> str:
+        if name == BASH and self.tools and not any(is_bash(tool) for tool in self.tools):
+            raise ConfigError(
+                f"config.chat.tool_format = {name!r}: a block of bash calls the tool {BASH!r} with "
+                f"its 'command', a string, and the suite's tools are "
+                f"{[tool.name for tool in self.tools]}. Give it that tool, or take another format "
+                f"of {tuple(TOOL_FORMATS)}"
+            )
         if name != "auto":
             return name
         if self.tools and self.traits.shows_tools and not self.traits.tool_format:

@@ -92,6 +92,28 @@ class ControlTokens:
             texts.append(text if is_control else self.quote(text))
         return "".join(texts)
 
+    def check_readable(self, quoted: str) -> None:
+        """Raises TokenizerError where the ids of `quoted` do not say it: text would be lost. What
+        the tokenizer normalizes, and white space that it adds before a text, is not lost.
+        """
+        for piece in itertools.chain(*map(self._control.split, _QUOTED.split(quoted)[::2])):
+            ids = self._tokenizer.backend.encode(piece, add_special_tokens=False).ids
+            said, read = map(self._normal, (piece, self._tokenizer.decode(ids)))
+            if said != read:
+                pairs = enumerate(zip(said, read, strict=False))
+                short = min(len(said), len(read))
+                at = next((i for i, (a, b) in pairs if a != b), short)
+                raise TokenizerError(
+                    f"the tokenizer loses text: its ids of {said[at : at + 40]!r} say "
+                    f"{read[at : at + 40]!r}. Expected a tokenizer.json with the vocabulary, the "
+                    "pre_tokenizer and the decoder of the model's: copy it again"
+                )
+
+    def _normal(self, text: str) -> str:
+        """As the tokenizer reads it."""
+        normalizer = self._tokenizer.backend.normalizer
+        return normalizer.normalize_str(text.lstrip()) if normalizer else text.lstrip()
+
     def strip(self, text: str) -> str:
         """`text` without special tokens and surrounding whitespace."""
         return self._special.sub("", text).strip()

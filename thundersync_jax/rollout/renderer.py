@@ -79,6 +79,10 @@ class Renderer(Protocol):
         """What every attempt at `task` starts from."""
         ...
 
+    def check(self, task: Task) -> None:
+        """Raises UserError where the policy would not read what the suite says of `task`."""
+        ...
+
     def begin(self, task: Task) -> Conversation:
         """A new attempt's conversation."""
         ...
@@ -97,6 +101,9 @@ class WordRenderer:
 
     def prompt_ids(self, task: Task) -> tuple[int, ...]:
         return self.tokenizer.encode(self._suite.prompt(task))
+
+    def check(self, task: Task) -> None:
+        """Nothing: its words are its tokens."""
 
     def begin(self, task: Task) -> Conversation:
         return _Words(self.tokenizer)

@@ -141,6 +141,11 @@ def _parse_bash(text: str) -> Parsed:
     return Parsed(text=_FENCE.sub("", text).strip(), calls=(call,))
 
 
+def is_bash(tool: Tool) -> bool:
+    """Whether a block of bash is a call of `tool`."""
+    return tool.name == BASH and not tool.misfit({"command": "true"})
+
+
 def _read_json(text: str, begin: int, what: str) -> tuple[Any, int]:
     """The JSON value that begins there, and where it ends."""
     begin += len(text[begin:]) - len(text[begin:].lstrip())
