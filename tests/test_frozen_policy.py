@@ -95,7 +95,11 @@ def test_a_work_directory_is_a_policy_of_its_own_shapes(key: str, other: Path, t
     vocab_size = word_tokenizer(WORDS).vocab_size
     assert found is not None and found.model == preset("micro", vocab_size=vocab_size)
     unreadable = rf"config.{key.replace('_', '.')} names a run whose newest checkpoint cannot be"
-    with pytest.raises(ConfigError, match=unreadable):  # an empty directory
+    only = "There is no other: restore it from a copy, or use an empty work directory"
+    with pytest.raises(ConfigError, match=rf"{unreadable}.*{only}"):  # an empty directory
+        load_weights(found)
+    (other / "checkpoints" / "2").mkdir()
+    with pytest.raises(ConfigError, match=r"Other checkpoints: \[2\]\. Move that directory away"):
         load_weights(found)
 
 
