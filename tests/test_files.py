@@ -162,6 +162,14 @@ def test_a_work_directory_resumes_its_own_configuration_only(tmp_path: Path):
     workdir.check_template("")
     with pytest.raises(ConfigError, match=r"a chat template of fingerprint none, and .* now has 1"):
         workdir.check_template("1")
+    workdir.check_frozen_policy("opd.teacher", "a of step 3")  # of a run that has not written it
+    workdir.claim(RunConfig(), tokenizer="0", frozen_policy="a of step 3")
+    workdir.check_frozen_policy("opd.teacher", "a of step 3")
+    learned = (
+        r"learned from a policy of fingerprint a of step 3, and config\.opd\.teacher now names"
+    )
+    with pytest.raises(ConfigError, match=rf"{learned} one of b of step 3: .* Restore that policy"):
+        workdir.check_frozen_policy("opd.teacher", "b of step 3")
     workdir.config.write_text("{")
     with pytest.raises(ConfigError, match=r"config.json cannot be read"):
         workdir.open(RunConfig())

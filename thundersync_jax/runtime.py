@@ -126,7 +126,7 @@ async def build(
     for task in (*train_tasks, *eval_tasks):
         check_prompt(task, renderer, config.model.max_context)
     if frozen is not None:
-        await asyncio.to_thread(check_weights, frozen)
+        frozen = await asyncio.to_thread(check_weights, frozen, workdir)
     sandboxes, sandbox_report = await open_pool(config.sandbox)
     lacks = f", which does not enforce {', '.join(sandbox_report.unenforced)}"
     announce(f"tools run in {sandbox_report.backend}{lacks if sandbox_report.unenforced else ''}")

@@ -106,11 +106,12 @@ class Trainer:
             stack.callback(self._stop_profile)
             num_programs = await asyncio.to_thread(runtime.learner.warm_up)
             await asyncio.to_thread(runtime.worker.warm_up)
-            renderer = runtime.renderer
+            renderer, frozen = runtime.renderer, runtime.frozen
             runtime.workdir.claim(
                 self._config,
                 tokenizer=renderer.tokenizer.fingerprint,
                 template=renderer.template_fingerprint,
+                frozen_policy=None if frozen is None else frozen.identity,
             )
             await asyncio.to_thread(self._restore)
             self._progress.resume(self._position.num_steps)
