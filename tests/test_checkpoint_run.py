@@ -25,7 +25,12 @@ from thundersync_jax.config_lora import LoraSection
 from thundersync_jax.config_sections import ModelSection
 from thundersync_jax.envs.file_probe import file_probe
 from thundersync_jax.errors import ConfigError
-from thundersync_jax.frozen_policy import FrozenPolicy, find_frozen_policy, load_weights
+from thundersync_jax.frozen_policy import (
+    FrozenPolicy,
+    check_weights,
+    find_frozen_policy,
+    load_weights,
+)
 from thundersync_jax.initial_policy import initial_params, make_model
 from thundersync_jax.losses.objectives import make_objective
 from thundersync_jax.metrics import read_jsonl
@@ -201,6 +206,12 @@ def test_a_hugging_face_directory_is_a_frozen_policy(checkpoint: Path, tmp_path:
     found = find_frozen(config, tmp_path)
     assert found.start == Start(checkpoint=str(checkpoint)) and found.model == MODEL
     assert_equal(load_weights(found), PARAMS)
+    run = WorkDirectory(tmp_path / "run")
+    first = check_weights(found, run).identity
+    export_hugging_face(MODEL, random_params(MODEL, 8), checkpoint, dtype="float32")
+    assert check_weights(found, run).identity not in (None, first)
+    export_hugging_face(MODEL, PARAMS, checkpoint, dtype="float32")
+    assert check_weights(found, run).identity == first
     config = small_run.get_config()
     config.learner.objective_options = {"kl_coefficient": 0.1}
     config.model.checkpoint = str(checkpoint)

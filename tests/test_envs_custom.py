@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from ml_collections import ConfigDict
 from sandbox_cases import pool
 
 from thundersync_jax.config import RunConfig, resolve
 from thundersync_jax.config_sections import EnvSection
 from thundersync_jax.envs.base import Action, Attempt
 from thundersync_jax.errors import ConfigError
-from thundersync_jax.runtime import check_environment, check_prompt, load_split, load_suite
+from thundersync_jax.rollout.renderer import WordRenderer
+from thundersync_jax.runtime import (
+    check_environment,
+    check_prompt,
+    load_renderer,
+    load_split,
+    load_suite,
+)
 from thundersync_jax.trajectory import Task, TrajectoryKey
 from thundersync_jax.workdir import WorkDirectory
 
@@ -67,6 +78,76 @@ def returns_none() -> None:
 def test_a_factory_of_no_suite_is_refused(name: str):
     with pytest.raises(ConfigError, match=rf"factory = '{name}' returned .*expected a suite"):
         load_suite(EnvSection(factory=name))
+
+
+def make_suite(**parts: object) -> types.SimpleNamespace:
+    """A suite as far as `load_suite` looks, unless `parts` say otherwise."""
+    return types.SimpleNamespace(**{"make": print, "solved_reward": 1.0, **parts})
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+    def fail(*_: object) -> Any:
+        raise error
+
+    return fail
+
+
+FAULTS = (RuntimeError("no"), OSError(2, "no"), IndexError("no"), AssertionError(), SystemExit())
+
+
+@pytest.mark.parametrize("error", FAULTS, ids=lambda error: type(error).__name__)
+def test_what_a_suite_raises_is_told_by_name_and_place(error: BaseException, tmp_path: Path):
+    said = rf"raised {type(error).__name__}.*\({__file__}, line \d+\)\. .*[Mm]end the suite$"
+
+    class Broken:
+        make = tasks = prompt = raising(error)
+        vocabulary = tools = property(raising(error))
+        solved_reward = property(raising(error))
+
+    suite = Broken()
+    with pytest.raises(ConfigError, match=rf"tasks\('train'\) of .*{said}"):
+        load_split(RunConfig(), suite, WorkDirectory(tmp_path), "train")
+    with pytest.raises(ConfigError, match=rf"^vocabulary of .*{said}"):
+        load_renderer(RunConfig(), suite)
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        pytest.raises(ConfigError, match=rf"^make or solved_reward of .*{said}"),
+    ):
+        patch.setattr(sys.modules[__name__], "make_suite", Broken)
+        load_suite(EnvSection(factory="test_envs_custom:make_suite"))
+    renderer = WordRenderer(make_suite(vocabulary=["<bos>", "<eos>"], prompt=suite.prompt))
+    with pytest.raises(ConfigError, match=rf"of task 't': prompt\(task\) of .*{said}"):
+        check_prompt(Task(task_id="t", instruction=""), renderer, max_context=8)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "said"),
+    [
+        (None, "returned None: expected a sequence"),
+        (iter([Task(task_id="t", instruction="")]), "returned <list_iterator.*expected a sequence"),
+        ([], "has no tasks"),
+        ([Task(task_id=3, instruction="")], r"has Task\(task_id=3.*a str task_id\. Mend the suite"),
+    ],
+)
+def test_tasks_of_another_kind_are_refused(tasks: object, said: str, tmp_path: Path):
+    suite = make_suite(tasks=lambda split: tasks)
+    with pytest.raises(ConfigError, match=said):
+        load_split(RunConfig(), suite, WorkDirectory(tmp_path), "train")
+
+
+@pytest.mark.parametrize("words", [None, ["<bos>", "<eos>", 3], iter(["<bos>", "<eos>"])])
+def test_a_vocabulary_that_is_none_is_refused(words: object):
+    with pytest.raises(ConfigError, match=r"^vocabulary .* is .*: expected a sequence of words"):
+        load_renderer(RunConfig(), make_suite(vocabulary=words))
+
+
+@pytest.mark.parametrize("solved", [float("nan"), None, "1"])
+def test_a_solved_reward_that_no_reward_compares_with_is_refused(solved: object):
+    env = EnvSection(
+        factory="test_envs_custom:make_suite", options=ConfigDict({"solved_reward": solved})
+    )
+    with pytest.raises(ConfigError, match=rf"whose solved_reward is {solved!r}: expected a suite"):
+        load_suite(env)
 
 
 def with_environment(environment: object) -> list[str]:

@@ -174,6 +174,14 @@ def test_a_work_directory_resumes_its_own_configuration_only(tmp_path: Path):
     workdir.check_model(model)
     workdir.config.write_text(json.dumps({"config": {}}))  # of a run that wrote less
     workdir.check_model(dataclasses.replace(model, rope_theta=77.0))
+    workdir.check_frozen_policy("opd.teacher", "a of step 3")  # of a run that has not written it
+    workdir.claim(RunConfig(), model=model, tokenizer="0", frozen_policy="a of step 3")
+    workdir.check_frozen_policy("opd.teacher", "a of step 3")
+    learned = (
+        r"learned from a policy of fingerprint a of step 3, and config\.opd\.teacher now names"
+    )
+    with pytest.raises(ConfigError, match=rf"{learned} one of b of step 3: .* Restore that policy"):
+        workdir.check_frozen_policy("opd.teacher", "b of step 3")
     workdir.config.write_text("{")
     with pytest.raises(ConfigError, match=r"config.json cannot be read"):
         workdir.open(RunConfig())

@@ -14,13 +14,19 @@ import pytest
 import small_run
 from ml_collections import ConfigDict
 
-from thundersync_jax import runtime
+from thundersync_jax import frozen_policy, runtime
 from thundersync_jax.config import resolve
 from thundersync_jax.errors import ConfigError
-from thundersync_jax.frozen_policy import FrozenPolicy, find_frozen_policy, load_weights
+from thundersync_jax.frozen_policy import (
+    FrozenPolicy,
+    check_weights,
+    find_frozen_policy,
+    load_weights,
+)
 from thundersync_jax.initial_policy import make_model
 from thundersync_jax.losses.objectives import make_objective
 from thundersync_jax.model.presets import preset
+from thundersync_jax.model.trainable import fingerprint
 from thundersync_jax.model.transformer import init_params
 from thundersync_jax.rollout import renderer
 from thundersync_jax.rollout.chat import word_tokenizer
@@ -99,8 +105,43 @@ def test_a_work_directory_is_a_policy_of_its_own_shapes(key: str, other: Path, t
     vocab_size = word_tokenizer(WORDS).vocab_size
     assert found is not None and found.model == preset("micro", vocab_size=vocab_size)
     unreadable = rf"config.{key.replace('_', '.')} names a run whose newest checkpoint cannot be"
-    with pytest.raises(ConfigError, match=unreadable):  # an empty directory
+    only = "There is no other: restore it from a copy, or use an empty work directory"
+    with pytest.raises(ConfigError, match=rf"{unreadable}.*{only}"):  # an empty directory
         load_weights(found)
+    (other / "checkpoints" / "2").mkdir()
+    with pytest.raises(ConfigError, match=r"Other checkpoints: \[2\]\. Move that directory away"):
+        load_weights(found)
+
+
+def test_a_resumed_run_learns_from_the_policy_that_it_learned_from(
+    other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    config, workdir = configured(opd_teacher=str(other)), WorkDirectory(tmp_path / "run")
+    params = {"a": np.arange(3.0, dtype=np.float32)}
+    monkeypatch.setattr(frozen_policy, "load_weights", lambda policy: params)
+    found = check_weights(find(config, workdir.root), workdir)
+    assert found.step == 3 and found.identity == f"{fingerprint(params)} of step 3"
+    workdir.root.mkdir()
+    workdir.claim(resolve(config), model=MODEL, tokenizer="0", frozen_policy=found.identity)
+    assert check_weights(find(config, workdir.root), workdir).identity == found.identity
+    params["a"][1] = 7.0
+    with pytest.raises(ConfigError, match=rf"fingerprint {found.identity}, and config\.opd\.teach"):
+        check_weights(find(config, workdir.root), workdir)
+
+
+def test_which_checkpoint_teaches_is_decided_once(
+    other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The teacher's run may go on while this one compiles."""
+    found = find(configured(opd_teacher=str(other)), tmp_path / "run")
+    (other / "checkpoints" / "9").mkdir()
+    monkeypatch.setattr(frozen_policy, "read_policy", lambda *arguments: arguments[::-1])
+    assert load_weights(found) == found.step == 3
+
+
+def test_the_policy_of_a_seed_has_no_identity_but_the_configurations(tmp_path: Path):
+    found = find(configured(reference_policy="initial", options=KL), tmp_path)
+    assert check_weights(found, WorkDirectory(tmp_path)) is found and found.identity is None
 
 
 def test_a_policy_in_float64_needs_a_run_in_float64(tmp_path: Path):

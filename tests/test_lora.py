@@ -309,6 +309,9 @@ def test_a_fingerprint_sees_every_bit_and_every_place():
     found = {fingerprint(t) for t in (tree, flipped, turned, renamed)}
     assert len(found) == 4 and fingerprint(tree) in found
     assert fingerprint({}) == ""
+    with jax.enable_x64(True):  # 1 and 2 differ in the upper halves of their bits
+        doubles = [jax.numpy.asarray([1.0, 1.0, x], np.float64) for x in (1, 2, 1 + 2**-52)]
+        assert len({fingerprint({"a": x}) for x in doubles}) == 3
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -15,11 +17,14 @@ import small_run
 from ml_collections import ConfigDict
 from test_coordinator import World
 
+from thundersync_jax.config import RunConfig
 from thundersync_jax.coordinator.coordinator import Coordinator
 from thundersync_jax.coordinator.step_run import StepResult
+from thundersync_jax.learner.checkpoint import RunPosition
 from thundersync_jax.metrics import read_jsonl
-from thundersync_jax.trainer import warnings_of
+from thundersync_jax.trainer import Trainer, warnings_of
 from thundersync_jax.trajectory import Rollout, Task, TrajectoryKey, Verdict
+from thundersync_jax.viewing.progress import Progress
 
 TESTS = Path(__file__).parent
 
@@ -123,6 +128,39 @@ def test_a_group_that_differs_goes_on(tmp_path: Path):
 
     world, reason = stop_reason(tmp_path, attempt, num_steps=3)
     assert reason is None and world.published == [1, 2, 3]
+
+
+class Finished(Trainer):
+    """A run whose last step was just made, and what it then says."""
+
+    def __init__(self, stop_reason: str | None, is_interrupted: bool) -> None:
+        self._progress = cast(Progress, SimpleNamespace(status=self._note))
+        self._config = RunConfig()
+        self._position = RunPosition(num_steps=self._config.run.num_steps)
+        self._made = cast(Coordinator, SimpleNamespace(stop_reason=stop_reason))
+        self.is_interrupted = is_interrupted
+
+    def _note(self, text: str) -> None:
+        self.last_status = text
+
+    @contextlib.asynccontextmanager
+    async def _started(self) -> AsyncIterator[Coordinator]:
+        yield self._made
+
+    async def _save(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("reason", "is_interrupted", "told"),
+    [("no gradient", False, "no gradient"), (None, False, None), ("interrupted", True, None)],
+)
+def test_a_reason_to_stop_in_the_last_step_is_told(
+    reason: str | None, is_interrupted: bool, told: str | None
+):
+    """As in any other step; an interrupted run has then made all its steps."""
+    trainer = Finished(reason, is_interrupted)
+    assert asyncio.run(trainer.run()) == told
+    assert trainer.last_status == ("done" if told is None else "stopped")
 
 
 def test_a_dapo_run_whose_groups_all_tie_ends_by_its_limit(tmp_path: Path):

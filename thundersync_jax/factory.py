@@ -1,15 +1,17 @@
-"""A user's own function, named in a configuration as "package.module:function".
+"""A user's own code, named in a configuration as "package.module:function".
 
-Imported and called here, so that whatever it raises is reported with the key that named it. Who
-calls it: what a configuration may replace (environments, objectives). Never imports jax.
+Imported and called here, so that whatever it raises is reported with the key that named it; what
+is called of the result is called in `user_code`. Who calls it: what a configuration may replace
+(environments, objectives). Never imports jax.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import textwrap
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from thundersync_jax.errors import ConfigError
@@ -20,14 +22,12 @@ def import_factory(name: str, key: str) -> Callable[..., Any]:
     module_name, _, attribute = name.partition(":")
     if not module_name or not attribute:
         raise ConfigError(f"config.{key} = {name!r}: expected 'package.module:function'")
-    try:
+    with user_code(
+        f"config.{key} = {name!r}: importing {module_name}",
+        "Modules are looked up in the current directory, on PYTHONPATH and among the installed "
+        "packages",
+    ):
         module = importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:  # a user's code, whatever it raises
-        raise ConfigError(
-            f"config.{key} = {name!r}: importing {module_name} raised {describe_error(error)}. "
-            "Modules are looked up in the current directory, on PYTHONPATH and among the installed "
-            "packages"
-        ) from error
     if not hasattr(module, attribute):
         raise ConfigError(
             f"config.{key} = {name!r}: module {module_name} has no {attribute!r}. Name a function "
@@ -40,13 +40,18 @@ def call_factory(
     factory: Callable[..., Any], name: str, options: Mapping[str, Any], options_key: str
 ) -> Any:
     """`factory(**options)`; ConfigError names the options and what was raised."""
-    try:
+    described = f"{name} with config.{options_key} = {dict(options)!r}"
+    with user_code(described, "Mend the options, or the function"):
         return factory(**options)
-    except (Exception, SystemExit) as error:  # a user's code, whatever it raises
-        raise ConfigError(
-            f"{name} with config.{options_key} = {dict(options)!r} raised "
-            f"{describe_error(error)}. Mend the options, or the function"
-        ) from error
+
+
+@contextlib.contextmanager
+def user_code(name: str, remedy: str = "Mend the suite") -> Iterator[None]:
+    """Whatever is raised in it is a ConfigError: that `name` raised it, where, and the remedy."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{name} raised {describe_error(error)}. {remedy}") from error
 
 
 def describe_error(error: BaseException) -> str:
@@ -60,6 +65,7 @@ def type_and_message(error: BaseException) -> str:
     """In one paragraph; the message is a user's code too."""
     name = type(error).__name__
     try:
-        return f"{name}: {textwrap.shorten(str(error), 400, placeholder=' ...')}"
+        message = textwrap.shorten(str(error), 400, placeholder=" ...")
+        return f"{name}: {message}" if message else name
     except Exception as fault:  # whatever it raises: it must not hide the error
         return f"{name}, whose message raised {type(fault).__name__}"

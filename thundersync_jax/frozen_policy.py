@@ -1,8 +1,9 @@
 """Frozen policies, which only score: the teacher of distillation, or an objective's reference.
 
 Shared by the mains. Before anything compiles `find_frozen_policy`, which is cheap, refuses what
-cannot score a run's tokens or what nothing would read, and `check_weights` what cannot be read;
-`load_weights` makes or reads the parameters.
+cannot score a run's tokens or what nothing would read, and `check_weights` what cannot be read or
+is not what a resumed run learned from; `load_weights` makes or reads the parameters. Which
+checkpoint of a run it is, is decided once: that run may go on.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from thundersync_jax.learner.checkpoint import CheckpointError
 from thundersync_jax.losses.objective import Objective
 from thundersync_jax.model.import_hf import is_hugging_face
 from thundersync_jax.model.presets import ModelError, TransformerConfig
+from thundersync_jax.model.trainable import fingerprint
 from thundersync_jax.model.transformer import Params
 from thundersync_jax.rollout.chat import Tokenizer, TokenizerError
 from thundersync_jax.rollout.tokenizer_files import read_tokenizer_files
@@ -38,14 +40,19 @@ class FrozenPolicy:
 
     Attributes:
       key: of the configuration that names it.
-      source: the run whose newest checkpoint it is; None: what a run of this start begins with.
+      source: the run whose checkpoint it is; None: what a run of this start begins with.
       start: of its run.
+      step: of the checkpoint, the newest when it was looked for; FRESH without a source.
+      identity: fingerprint of its parameters, and the step; None before they are read, and of
+        parameters that are made of a seed, which is in the configuration.
     """
 
     key: str
     model: TransformerConfig
     source: WorkDirectory | None
     start: Start
+    step: int = FRESH
+    identity: str | None = None
 
 
 def find_frozen_policy(
@@ -84,7 +91,7 @@ def find_frozen_policy(
             f"while it trains: name a copy of it. The policy that a run starts from is the "
             f"reference.policy {INITIAL!r}"
         )
-    found, start = _model_of(key, source, tokenizer)
+    found, start, step = _model_of(key, source, tokenizer)
     check(
         found.dtype != "float64" or model.dtype == "float64",
         "model.dtype",
@@ -93,26 +100,38 @@ def find_frozen_policy(
         "off for a whole run",
         "Or name another policy.",
     )
-    return FrozenPolicy(key=key, model=found, source=source, start=start)
+    return FrozenPolicy(key=key, model=found, source=source, start=start, step=step)
 
 
-def check_weights(policy: FrozenPolicy) -> None:
-    """Reads a run's parameters once and keeps none: a copy may have broken off. ConfigError."""
+def check_weights(policy: FrozenPolicy, workdir: WorkDirectory) -> FrozenPolicy:
+    """Reads parameters once and keeps none, for a copy may have broken off; with their identity.
+
+    Args:
+      workdir: of the run that learns.
+
+    Raises:
+      ConfigError: they cannot be read, or the run has learned from others.
+    """
+    is_read = policy.start.checkpoint and policy.model.lora is None  # no adapter of the seed
+    if policy.source is None and not is_read:
+        return policy
+    identity = fingerprint(load_weights(policy))
     if policy.source is not None:
-        load_weights(policy)
+        identity += f" of step {policy.step}"
+    workdir.check_frozen_policy(policy.key, identity)
+    return dataclasses.replace(policy, identity=identity)
 
 
 def load_weights(policy: FrozenPolicy) -> Params:
     """Its parameters, on the first device. Raises ConfigError when they cannot be read."""
     if policy.source is None:
         return initial_policy(policy.model, policy.start)
-    checkpoints = policy.source.checkpoints
     try:
-        return read_policy(policy.model, policy.start, checkpoints, newest_step(checkpoints))[0]
+        return read_policy(policy.model, policy.start, policy.source.checkpoints, policy.step)[0]
     except CheckpointError as error:
         raise ConfigError(
             f"config.{policy.key} names a run whose newest checkpoint cannot be read: {error}. Or "
-            "name another run"
+            "name another run, or a copy of one that trains on"
         ) from error
 
 
@@ -171,27 +190,30 @@ def _check_start(workdir: WorkDirectory) -> None:
 
 def _model_of(
     key: str, source: WorkDirectory, tokenizer: Tokenizer
-) -> tuple[TransformerConfig, Start]:
-    """The shapes of a run's policy, which must speak the language of `tokenizer`, and its start."""
+) -> tuple[TransformerConfig, Start, int]:
+    """The shapes of a run's policy, which must speak the language of `tokenizer`, the run's start
+    and its newest checkpoint's step.
+    """
     name = f"config.{key} = {str(source.root)!r}"
     try:
         saved = json.loads(source.config.read_text(encoding="utf-8"))
-        config, fingerprint = from_dict(saved["config"]), saved["tokenizer"]
+        config, their_tokenizer = from_dict(saved["config"]), saved["tokenizer"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{name}: expected the work directory of a run that has saved, with a config.json "
             f"({type(error).__name__}: {error}). Name one, or make one first: "
             "`python -m thundersync_jax.imitate` or `train` with that --workdir"
         ) from error
-    _check_tokenizer(name, fingerprint, tokenizer)
-    if newest_step(source.checkpoints) == FRESH:
+    _check_tokenizer(name, their_tokenizer, tokenizer)
+    step = newest_step(source.checkpoints)
+    if step == FRESH:
         raise ConfigError(f"{name} has no checkpoints: train it first")
     try:
         model = make_model(config.model, tokenizer)
         source.check_model(model)
     except (ModelError, ConfigError) as error:
         raise ConfigError(f"{name}, in its config.json: {error}") from error
-    return model, Start.of(config)
+    return model, Start.of(config), step
 
 
 def _imported(
@@ -209,10 +231,10 @@ def _imported(
         raise ConfigError(f"{name}: {error}") from error
 
 
-def _check_tokenizer(name: str, fingerprint: str, tokenizer: Tokenizer) -> None:
-    if fingerprint != tokenizer.fingerprint:
+def _check_tokenizer(name: str, theirs: str, tokenizer: Tokenizer) -> None:
+    if theirs != tokenizer.fingerprint:
         raise ConfigError(
-            f"{name} has a tokenizer of fingerprint {fingerprint} and this run's is "
+            f"{name} has a tokenizer of fingerprint {theirs} and this run's is "
             f"{tokenizer.fingerprint}: their ids mean different tokens, so its scores would be of "
             "other texts. Take a policy that was trained with the same vocabulary"
         )

@@ -16,6 +16,7 @@ from thundersync_jax.config import RunConfig
 from thundersync_jax.config_opd import OpdSection
 from thundersync_jax.envs.base import DemonstratedTurn
 from thundersync_jax.errors import ConfigError, check
+from thundersync_jax.factory import user_code
 from thundersync_jax.initial_policy import initial_params, make_model
 from thundersync_jax.learner.checkpoint import Checkpointer, RunPosition
 from thundersync_jax.learner.distiller import Distiller
@@ -75,8 +76,9 @@ def imitate(config: RunConfig, workdir: WorkDirectory) -> None:
             for number in range(size):
                 draw = step * size + number
                 task = tasks[draw % len(tasks)]
-                prompt = tokenizer.encode(suite.prompt(task))
-                demonstration = demonstrate(task, config.run.seed * 2**32 + draw)
+                prompt = renderer.prompt_ids(task)
+                with user_code(f"demonstration(task, seed) of {config.env.factory}"):
+                    demonstration = tuple(demonstrate(task, config.run.seed * 2**32 + draw))
                 _add(learner, task.task_id, prompt, _tokens_of(demonstration, tokenizer))
             report = learner.update()
             if (step + 1) % 50 == 0 or step + 1 == config.run.num_steps:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
+import math
 import time
 from collections.abc import Callable, Sequence
 
@@ -21,7 +22,7 @@ from thundersync_jax.config_sampling import SamplingSection
 from thundersync_jax.config_sections import EnvSection
 from thundersync_jax.envs.base import Attempt, EnvironmentSuite
 from thundersync_jax.errors import ConfigError, UserError, check
-from thundersync_jax.factory import call_factory, describe_error, import_factory
+from thundersync_jax.factory import call_factory, describe_error, import_factory, user_code
 from thundersync_jax.frozen_policy import FrozenPolicy, check_weights, find_frozen_policy
 from thundersync_jax.initial_policy import initial_params, make_model
 from thundersync_jax.learner.compilation import compile_apart
@@ -125,7 +126,7 @@ async def build(
     for task in (*train_tasks, *eval_tasks):
         check_prompt(task, renderer, config.model.max_context)
     if frozen is not None:
-        await asyncio.to_thread(check_weights, frozen)
+        frozen = await asyncio.to_thread(check_weights, frozen, workdir)
     sandboxes, sandbox_report = await open_pool(config.sandbox)
     lacks = f", which does not enforce {', '.join(sandbox_report.unenforced)}"
     announce(f"tools run in {sandbox_report.backend}{lacks if sandbox_report.unenforced else ''}")
@@ -188,14 +189,16 @@ def warm_up(
 
 
 def load_suite(env: EnvSection) -> EnvironmentSuite:
-    """Imports and calls `env.factory` with `env.options`."""
+    """Imports and calls `env.factory` with `env.options`; ConfigError unless it makes a suite."""
     factory = import_factory(env.factory, "env.factory")
     suite = call_factory(factory, env.factory, env.options, "env.options")
-    solved = getattr(suite, "solved_reward", None)
-    if not callable(getattr(suite, "make", None)) or not isinstance(solved, int | float):
+    with user_code(f"make or solved_reward of {env.factory}"):
+        make, solved = getattr(suite, "make", None), getattr(suite, "solved_reward", None)
+    if not callable(make) or not isinstance(solved, int | float) or math.isnan(solved):
         raise ConfigError(
-            f"config.env.factory = {env.factory!r} returned {suite!r:.80}: expected a suite of "
-            "environments, which has make(attempt) and a number solved_reward; see envs/base.py"
+            f"config.env.factory = {env.factory!r} returned {suite!r:.80}, whose solved_reward is "
+            f"{solved!r:.80}: expected a suite of environments, which has make(attempt) and a "
+            "number solved_reward; see envs/base.py"
         )
     return suite
 
@@ -210,10 +213,8 @@ async def check_environment(
     """Makes one environment and closes it; ConfigError where all attempts would fail."""
     key = TrajectoryKey(step=0, group=0, index=0)
     name = f"make(attempt) of {config.env.factory}, for task {task.task_id!r},"
-    try:
+    with user_code(name):
         environment = suite.make(Attempt(key=key, task=task, seed=0, sandboxes=sandboxes))
-    except (Exception, SystemExit) as error:  # a user's code, whatever it raises
-        raise ConfigError(f"{name} raised {describe_error(error)}. Mend the suite") from error
     phases = ("reset", "step", "grade", "close")
     if missing := [m for m in phases if not callable(getattr(environment, m, None))]:
         raise ConfigError(
@@ -280,32 +281,41 @@ def _make_programs(
 def load_split(
     config: RunConfig, suite: EnvironmentSuite, workdir: WorkDirectory, split: str
 ) -> Sequence[Task]:
-    """The tasks of one split, from the data set or from the environment."""
+    """The tasks of one split, from the data set or from the environment; ConfigError."""
     data = config.data
+    if not data.builder:
+        return _tasks_of(suite, split, f"tasks({split!r}) of {config.env.factory}")
     try:
-        if data.builder:
-            from thundersync_jax.envs.data import load_tasks
+        from thundersync_jax.envs.data import load_tasks
 
-            return load_tasks(
-                data.builder, options=data.options, split=split, data_dir=workdir.data
-            )
-        tasks = suite.tasks(split)
+        return load_tasks(data.builder, options=data.options, split=split, data_dir=workdir.data)
     except (ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
-        source = data.builder or config.env.factory
         raise ConfigError(
-            f"{source} gives no tasks for the split {split!r}: {error}. {_SPLIT_REMEDY}"
+            f"{data.builder} gives no tasks for the split {split!r}: {error}. {_SPLIT_REMEDY}"
         ) from error
-    if not len(tasks):
+
+
+def _tasks_of(suite: EnvironmentSuite, split: str, name: str) -> Sequence[Task]:
+    """A suite's own tasks, which it may read when indexed."""
+    with user_code(name, f"{_SPLIT_REMEDY}, or mend the suite"):
+        tasks = suite.tasks(split)
+        is_sequence = hasattr(tasks, "__len__") and hasattr(tasks, "__getitem__")
+        num_tasks = len(tasks) if is_sequence else 0
+        others = [task for task in tasks if not _is_task(task)] if is_sequence else []
+    records = "thundersync_jax.trajectory.Task records, each with a str task_id"
+    if not is_sequence:
         raise ConfigError(
-            f"the split {split!r} of {config.env.factory} has no tasks. {_SPLIT_REMEDY}"
+            f"{name} returned {tasks!r:.80}: expected a sequence of {records}. Mend the suite"
         )
-    for task in tasks:
-        if not isinstance(task, Task):
-            raise ConfigError(
-                f"tasks({split!r}) of {config.env.factory} has {task!r:.80}: expected "
-                "thundersync_jax.trajectory.Task records"
-            )
+    if not num_tasks:
+        raise ConfigError(f"{name} has no tasks. {_SPLIT_REMEDY}")
+    if others:
+        raise ConfigError(f"{name} has {others[0]!r:.80}: expected {records}. Mend the suite")
     return tasks
+
+
+def _is_task(task: object) -> bool:
+    return isinstance(task, Task) and isinstance(task.task_id, str)
 
 
 def check_history(config: RunConfig, renderer: Renderer) -> None:
@@ -341,7 +351,7 @@ def check_prompt(task: Task, renderer: Renderer, max_context: int) -> None:
         renderer.check(task)
     except UserError as error:
         raise ConfigError(f"the prompt of task {task.task_id!r}: {error}") from error
-    except Exception as error:  # a user's suite, whatever it raises or returns
+    except Exception as error:  # a user's suite, whatever it returns
         raise ConfigError(
             f"the prompt of task {task.task_id!r}: {describe_error(error)}. Expected a text of "
             "prompt(task), or messages of messages(task) with tools: mend the suite"

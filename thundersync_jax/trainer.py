@@ -78,7 +78,7 @@ class Trainer:
             self._coordinator.abandon("interrupted twice")
 
     async def run(self) -> str | None:
-        """Runs to the last step. Returns why it stopped before, or None."""
+        """Runs to the last step. Returns why it stopped before, or was to stop there; or None."""
         async with self._started() as coordinator:
             while self._position.num_steps < self._config.run.num_steps:
                 if coordinator.stop_reason is not None:
@@ -90,8 +90,9 @@ class Trainer:
                     return str(error)
             await self._save()
             is_done = self._position.num_steps >= self._config.run.num_steps
-            self._progress.status("done" if is_done else "stopped")
-            return None if is_done else coordinator.stop_reason
+            reason = None if is_done and self.is_interrupted else coordinator.stop_reason
+            self._progress.status("done" if reason is None else "stopped")
+            return reason
 
     # -- start and end --------------------------------------------------------------------------
 
@@ -105,12 +106,13 @@ class Trainer:
             stack.callback(self._stop_profile)
             num_programs = await asyncio.to_thread(runtime.learner.warm_up)
             await asyncio.to_thread(runtime.worker.warm_up)
-            renderer = runtime.renderer
+            renderer, frozen = runtime.renderer, runtime.frozen
             runtime.workdir.claim(
                 self._config,
                 model=runtime.model,
                 tokenizer=renderer.tokenizer.fingerprint,
                 template=renderer.template_fingerprint,
+                frozen_policy=None if frozen is None else frozen.identity,
             )
             await asyncio.to_thread(self._restore)
             self._progress.resume(self._position.num_steps)

@@ -1,7 +1,7 @@
 """The work directory of a run: what is in it, and whether it may be resumed.
 
     config.json         the resolved configuration, versions, the model's numbers, fingerprints of
-                        tokenizer and template
+                        tokenizer, template and the frozen policy that it learns from
     metrics.jsonl       a line a train step
     evaluation.jsonl    a line an evaluation, on its own axis
     events.jsonl        the coordinator's journal
@@ -91,19 +91,30 @@ class WorkDirectory:
             self._lock.close()
             self._lock = None
 
-    def claim(self, config: RunConfig, *, model: Any, tokenizer: str, template: str = "") -> None:
+    def claim(
+        self,
+        config: RunConfig,
+        *,
+        model: Any,
+        tokenizer: str,
+        template: str = "",
+        frozen_policy: str | None = None,
+    ) -> None:
         """Writes config.json, once everything compiled and before any other file of the run.
 
         Args:
           model: of its policy, a TransformerConfig.
           tokenizer: its fingerprint, which a student of this run must share.
           template: the chat template's, "" without one.
+          frozen_policy: the teacher's or reference's identity; None where it has none, or nothing
+            was learned from it.
         """
         content = {
             **describe(config),
             "model": _plain(model),
             "tokenizer": tokenizer,
             "template": template,
+            "frozen_policy": frozen_policy,
         }
         write_atomically(self.config, json.dumps(content, indent=2) + "\n")
 
@@ -169,14 +180,28 @@ class WorkDirectory:
                 "there, or use a new --workdir"
             )
 
+    def check_frozen_policy(self, key: str, identity: str) -> None:
+        """Raises ConfigError when the directory holds a run that learned from another policy than
+        the one that `config.<key>` now names.
+        """
+        saved = self._saved("frozen_policy")
+        if saved not in (None, identity):
+            raise ConfigError(
+                f"--workdir={self.root} holds a run that learned from a policy of fingerprint "
+                f"{saved}, and config.{key} now names one of {identity}: it would go on with "
+                "another objective. Restore that policy where it was, for instance from a copy, or "
+                "use a new --workdir"
+            )
+
     def _saved(self, key: str) -> Any:
         """A value of config.json; None without the file. Raises ConfigError."""
         if not self.config.exists():
             return None
         try:
             content = json.loads(self.config.read_text(encoding="utf-8"))
-            # Of a run that has not written it, unknown.
-            return {"template": None, "model": None, **content}[key]
+            # Of a run that did not write them, unknown.
+            unknown = {"template": None, "model": None, "frozen_policy": None}
+            return {**unknown, **content}[key]
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(
                 f"{self.config} cannot be read ({type(error).__name__}: {error}): restore it, or "

@@ -157,10 +157,15 @@ class Checkpointer:
     def _unreadable(self, num_steps: int, error: Exception) -> CheckpointError:
         cause = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
         others = [step for step in self.steps() if step != num_steps]
+        remedy = (
+            f"Other checkpoints: {others}. Move that directory away to go on from the newest of "
+            "them"
+            if others
+            else "There is no other: restore it from a copy"
+        )
         return CheckpointError(
             f"the checkpoint of step {num_steps} in {self._directory / str(num_steps)} cannot be "
-            f"read ({cause}). Other checkpoints: {others or 'none'}. Move that directory away to "
-            "go on from the newest other one, or use an empty work directory to begin again"
+            f"read ({cause}). {remedy}, or use an empty work directory to begin again"
         )
 
     def close(self) -> None:

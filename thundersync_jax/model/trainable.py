@@ -72,7 +72,11 @@ def _checksums(flat: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """Of every array, sums of its bits modulo 2**32, each weighted by its place."""
 
     def checksum(x: jax.Array) -> jax.Array:
-        bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}").astype(jnp.uint32)
+        if x.dtype.itemsize == 8:  # a whole new axis, of halves
+            low, high = jnp.moveaxis(jax.lax.bitcast_convert_type(x, jnp.uint32), -1, 0)
+            bits = low + high * jnp.uint32(0x85EBCA77)
+        else:
+            bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}").astype(jnp.uint32)
         place = jnp.zeros(x.shape, jnp.uint32)
         for axis, size in enumerate(x.shape):
             place = place * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)

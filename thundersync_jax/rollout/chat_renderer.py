@@ -35,6 +35,7 @@ from thundersync_jax.config_chat import ChatSection
 from thundersync_jax.envs.base import Action, EnvironmentSuite, Message, Observation
 from thundersync_jax.envs.tools import Tool, check_tools, misfit_of
 from thundersync_jax.errors import ConfigError
+from thundersync_jax.factory import user_code
 from thundersync_jax.rollout.chat import TokenizerError
 from thundersync_jax.rollout.chat_template import ChatTemplate, ChatTemplateError
 from thundersync_jax.rollout.control_tokens import ControlTokens
@@ -88,7 +89,9 @@ class ChatRenderer:
         self.traits = traits_of(self.template, self.control)
         self.stop_ids = files.end_ids | {self.traits.end_id}
         self._kept: dict[int, tuple[Task, _Messages]] = {}  # a record that is kept keeps its id
-        self.tools = check_tools(getattr(suite, "tools", ()))
+        with user_code("tools of the environment's suite"):
+            tools = getattr(suite, "tools", ())
+        self.tools = check_tools(tools)
         self._format_name = self._choose_format(section.tool_format)
         self._format = TOOL_FORMATS[self._format_name]
 
@@ -128,8 +131,9 @@ class ChatRenderer:
 
     def messages(self, task: Task) -> _Messages:
         """What an attempt starts from, with the tools where the template does not describe them."""
-        make = getattr(self._suite, "messages", None)
-        given = make(task) if make else [Message(role="user", content=task.instruction)]
+        with user_code("messages(task) of the environment's suite"):
+            make = getattr(self._suite, "messages", None)
+            given = make(task) if make else [Message(role="user", content=task.instruction)]
         is_sequence = isinstance(given, Sequence) and len(given) > 0
         if not is_sequence or not all(isinstance(message, Message) for message in given):
             raise ConfigError(

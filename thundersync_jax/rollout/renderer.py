@@ -15,9 +15,12 @@ Who calls it: a main makes the renderer; `agent.Agent` leads the conversation.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Protocol
 
 from thundersync_jax.envs.base import Action, EnvironmentSuite, Observation
+from thundersync_jax.errors import ConfigError
+from thundersync_jax.factory import user_code
 from thundersync_jax.rollout.chat import Tokenizer, word_tokenizer
 from thundersync_jax.rollout.tool_calls import parse_command_line
 from thundersync_jax.trajectory import Task
@@ -96,11 +99,25 @@ class WordRenderer:
 
     def __init__(self, suite: EnvironmentSuite) -> None:
         self._suite = suite
-        self.tokenizer = word_tokenizer(suite.vocabulary)
+        with user_code("vocabulary of the environment's suite"):
+            words = suite.vocabulary
+        if not isinstance(words, Sequence) or not all(isinstance(word, str) for word in words):
+            raise ConfigError(
+                f"vocabulary of the environment's suite is {words!r:.200}: expected a sequence of "
+                "words, each a str. Mend the suite"
+            )
+        self.tokenizer = word_tokenizer(words)
         self.stop_ids = frozenset({self.tokenizer.eos_id})
 
     def prompt_ids(self, task: Task) -> tuple[int, ...]:
-        return self.tokenizer.encode(self._suite.prompt(task))
+        with user_code("prompt(task) of the environment's suite"):
+            text = self._suite.prompt(task)
+        if not isinstance(text, str):
+            raise ConfigError(
+                f"prompt(task) of the environment's suite gave {text!r:.80} for {task.task_id!r}: "
+                "expected a str. Mend the suite"
+            )
+        return self.tokenizer.encode(text)
 
     def check(self, task: Task) -> None:
         """Nothing: its words are its tokens."""
