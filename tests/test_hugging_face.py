@@ -287,6 +287,7 @@ def test_what_the_decoder_does_not_do_is_refused(changes: dict[str, Any], messag
         ({"num_hidden_layers": [2]}, r"num_hidden_layers = \[2\]: expected an integer"),
         ({"num_attention_heads": True}, "num_attention_heads = True: expected an integer"),
         ({"num_key_value_heads": 0}, "num_key_value_heads = 0: expected an integer from 1 on"),
+        ({"num_key_value_heads": 3}, "num_heads = 4, num_kv_heads = 3: every kv head"),
         ({"hidden_size": None}, "hidden_size = None: expected an integer"),
         ({"rms_norm_eps": "1e-6"}, "rms_norm_eps = '1e-6': expected a positive number"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps = nan: expected a positive number"),

@@ -81,19 +81,23 @@ def read_config(text: Any, where: str = "config.json") -> TransformerConfig:
     family = _family(values)
     _check_supported(family, values)
     num_heads, width = values.integer("num_attention_heads"), values.integer("hidden_size")
-    return TransformerConfig(
-        vocab_size=values.integer("vocab_size"),
-        embed_dim=width,
-        num_layers=values.integer("num_hidden_layers"),
-        num_heads=num_heads,
-        num_kv_heads=values.integer("num_key_value_heads", None) or num_heads,
-        head_dim=values.integer("head_dim", None) or width // num_heads,
-        mlp_dim=values.integer("intermediate_size"),
-        rms_norm_eps=values.number("rms_norm_eps", 1e-6),
-        tie_embeddings=values.boolean("tie_word_embeddings", family.fields["scale_embeddings"]),
+    fields = {
+        "vocab_size": values.integer("vocab_size"),
+        "embed_dim": width,
+        "num_layers": values.integer("num_hidden_layers"),
+        "num_heads": num_heads,
+        "num_kv_heads": values.integer("num_key_value_heads", None) or num_heads,
+        "head_dim": values.integer("head_dim", None) or width // num_heads,
+        "mlp_dim": values.integer("intermediate_size"),
+        "rms_norm_eps": values.number("rms_norm_eps", 1e-6),
+        "tie_embeddings": values.boolean("tie_word_embeddings", family.fields["scale_embeddings"]),
         **family.fields,
         **(_read_gemma(values) if family.model_type == "gemma3_text" else _read_rope(values)),
-    )
+    }
+    try:
+        return TransformerConfig(**fields)
+    except ModelError as error:
+        raise ModelError(f"{where}: {error}") from error
 
 
 def write_config(config: TransformerConfig) -> dict[str, Any]:

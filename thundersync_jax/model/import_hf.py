@@ -227,11 +227,13 @@ class HuggingFaceDirectory:
             wrong += [f"{tensor} is in {found[tensor]} and in {name}" for tensor in twice]
             stored |= file.tensors
             found |= dict.fromkeys(file.tensors, name)
-        indexed = found if places is None else places
-        for tensor in found.keys() | indexed.keys():
-            is_in, said = found.get(tensor, "no file"), indexed.get(tensor, "nothing of it")
-            if is_in != said:
-                wrong.append(f"{tensor} is in {is_in}, {INDEX} says {said}")
+        said = found if places is None else places
+        wrong += [
+            f"{tensor} is in {found.get(tensor, 'no file')}, {INDEX} says "
+            f"{said.get(tensor, 'nothing of it')}"
+            for tensor in found.keys() | said.keys()
+            if found.get(tensor) != said.get(tensor)
+        ]
         self._refuse(wrong, "tensors are not in one file each")
         return stored
 
