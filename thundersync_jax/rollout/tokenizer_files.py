@@ -63,9 +63,10 @@ def read_tokenizer_files(root: Path) -> TokenizerFiles:
     """Raises TokenizerError for a directory without a tokenizer, or with files that disagree."""
     path = root / "tokenizer.json"
     if not path.is_file():
+        lack = "has no tokenizer.json" if root.is_dir() else "does not exist"
         raise TokenizerError(
-            f"{root} has no tokenizer.json: expected the directory of a Hugging Face model, as "
-            "`save_pretrained` of a fast tokenizer writes it"
+            f"{root} {lack}: expected the directory of a Hugging Face model, as `save_pretrained` "
+            "of a fast tokenizer writes it, or import_gguf"
         )
     try:
         backend = TokenizersBackend.from_str(path.read_text(encoding="utf-8"))
