@@ -20,6 +20,7 @@ from thundersync_jax.envs.base import Attempt
 from thundersync_jax.learner.statistics import LogprobGapError, NonFiniteGradientError
 from thundersync_jax.losses.objective import ObjectiveError
 from thundersync_jax.metrics import read_jsonl
+from thundersync_jax.model.presets import preset
 from thundersync_jax.trainer import RefusedStepError, Trainer
 from thundersync_jax.trajectory import MAX_REWARD, TrajectoryKey, TrajectoryRecord, Verdict
 from thundersync_jax.trajectory_log import step_path, write_step
@@ -125,7 +126,9 @@ def test_a_replayed_step_that_is_refused_names_its_file(kind: type[Exception], t
         config=RunConfig(),
         workdir=workdir,
         train_tasks=[fakes.task()],
-        renderer=types.SimpleNamespace(tokenizer=fakes.tokenizer()),
+        renderer=types.SimpleNamespace(tokenizer=fakes.tokenizer(), template_fingerprint=""),
+        model=preset("tiny", vocab_size=8),
+        frozen=None,
         learner=Refusing(kind("it is wrong")),
         worker=types.SimpleNamespace(warm_up=lambda: 1),
     )
